@@ -30,6 +30,7 @@ from batchspec.job.runner.shard_work import ShardWork
 from batchspec.job.supervise.watchdog import Watchdog, limit_s
 from batchspec.packing.row_templates import RowTemplates
 from batchspec.process.out_of_memory import within_memory
+from batchspec.tasks.registry import task_of
 from batchspec.warm.call import empty_frame
 from batchspec.warm.call_arguments import explains_arguments
 from batchspec.warm.loading import job_without_rows
@@ -80,7 +81,7 @@ def generate(
     elif isinstance(data, JobOutput):
         source = open_output(data, config)
     elif config.input.from_job is None:
-        table = table_of(data, lambda: RowTemplates(config.input).no_rows())
+        table = table_of(data, lambda: RowTemplates(config.input, task_of(config).texts).no_rows())
         if not table.num_rows and config.output.dir is None:
             model = open_model(config)
             return empty_frame(model, table, job_without_rows(model).admission)

@@ -5,6 +5,6 @@ hub.py                a model of the hub; packaged.py: of a Python package, or o
 config_values.py      checked values; unread_keys.py: keys of config.json that nothing reads
 generation_config.py  recommended sampling
 wrapped.py            names of the language model in a checkpoint that reads images too, or has no output matrix
-sentence_transformers.py  how embeddings are made of states
+sentence_transformers.py  how embeddings are made of states; reranker.py: which two tokens score a document
 name_patterns.py      regular expressions of a folder, for names of modules; position_sets.py: matches them without backtracking
 """

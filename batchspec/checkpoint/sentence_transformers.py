@@ -33,7 +33,7 @@ def read_embedding_files(folder: Path, *, asked: bool) -> EmbeddingFiles | None:
     """
     if not has_file(folder / MODULES):
         return None
-    modules = _modules(folder)
+    modules = read_modules(folder)
     kinds = [kind for kind, _ in modules]
     if not asked and "Pooling" not in kinds:
         return None
@@ -61,7 +61,7 @@ def _reader(path: Path, *, empty: bool = False) -> ConfigReader:
     return ConfigReader({} if empty else read_json(path), shown(path))
 
 
-def _modules(folder: Path) -> list[tuple[str, str]]:
+def read_modules(folder: Path) -> list[tuple[str, str]]:
     """Each module's type, without the path of a class of sentence_transformers, and its folder."""
     path = folder / MODULES
     try:

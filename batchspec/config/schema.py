@@ -177,7 +177,8 @@ class InputConfig:
     column `system`, else the system or developer message with which its chat begins. null adds none."""
     on_overlong: str = key("error", choices=("error", "truncate", "skip"))
     """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row (task=embed cuts off the
-    prompt's end), truncate keeps the prompt's end, skip makes a row with status skipped."""
+    prompt's end), truncate keeps the prompt's end (task=rerank: the document's beginning), skip makes a row with
+    status skipped."""
     final_assistant: str = key(
         "error", choices=("error", "continue", "drop", "complete"), applies_to=CHATS,
         column=Column("text", words="string: error, continue or drop"),
@@ -339,11 +340,12 @@ class RunConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
-    task: str = key("auto", choices=("auto", "generate", "reward", "embed"))
+    task: str = key("auto", choices=("auto", "generate", "reward", "rerank", "embed"))
     """What is done to each row. auto is reward if the checkpoint has a score matrix, embed if its files say so, else generate.
     generate decodes an answer. reward writes the score of each of the checkpoint's labels after the row's last token (a
-    ...ForSequenceClassification), in the column `scores`. embed writes a vector of each text, in the column `embedding`.
-    decode.score has tasks of its own."""
+    ...ForSequenceClassification), in the column `scores`. rerank writes how well the row's document answers its query, as
+    Qwen3-Reranker judges it, in the column `score`; auto never takes it. embed writes a vector of each text, in the column
+    `embedding`. decode.score has tasks of its own."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"), names=("device_map",))
     """Device that the models run on. auto is a GPU if there is one. On a CPU as many threads compute as other processes and the
     cgroup leave when the model is loaded; the environment variable OMP_NUM_THREADS sets another number."""

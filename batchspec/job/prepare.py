@@ -12,6 +12,7 @@ import torch
 from batchspec.checkpoint.config_values import has_file
 from batchspec.checkpoint.files import ModelFiles
 from batchspec.checkpoint.hub import find_model
+from batchspec.checkpoint.reranker import answer_ids
 from batchspec.checkpoint.sentence_transformers import read_embedding_files
 from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.checks import AUTO
@@ -59,7 +60,7 @@ from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
 from batchspec.tasks.auto import may_embed, with_task
-from batchspec.tasks.base import EmbeddingFiles, ModelFacts, Needs
+from batchspec.tasks.base import EmbeddingFiles, ModelFacts, Needs, Reads
 from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card
@@ -85,6 +86,8 @@ class JobModel:
     """Why draft=auto took this drafter; empty if the configuration named it."""
     embedding: EmbeddingFiles = field(default_factory=EmbeddingFiles)
     """What its files say about embeddings, for task=embed."""
+    token_ids: tuple[int, ...] = ()
+    """The tokens whose logits are read, for task=rerank."""
     why_task: str = ""
     """Why task=auto took the task; empty if the configuration named it, or an answer is decoded."""
     group: Group | None = None
@@ -141,7 +144,7 @@ def open_job(
     group            the processes that compute the target together
     """
     source, input, note = open_input(config, source)
-    templates = RowTemplates(input)
+    templates = RowTemplates(input, task_of(config).texts)
     columns = templates.map_columns(source.schema, requests=source.filled_by_requests is not None)
     output_schema(source.schema, columns, config.output, task=task_of(config))
     source = source.reading(columns_read(source.schema, columns, config.output))
@@ -208,7 +211,8 @@ def job_of(
     config = model.config
     check_columns(config, columns, source)
     facts = ModelFacts(
-        hidden_size=model.spec.hidden_size, labels=model.spec.labels, pad_ids=model.spec.pad_ids, embedding=model.embedding
+        hidden_size=model.spec.hidden_size, labels=model.spec.labels, pad_ids=model.spec.pad_ids, embedding=model.embedding,
+        token_ids=model.token_ids,
     )
     admission = Admission(
         config, task_of(config).of_model(config, facts), source=source, columns=columns, spec=model.spec, tokenizer=tokenizer,
@@ -249,6 +253,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     spec = load_spec(model.folder)
     embedding = read_embedding_files(model.folder, asked=config.task == "embed") if may_embed(config, spec.labels) else None
     config, why_task = with_task(config, spec.labels, embedding, has_output=spec.has_output, most_tokens=spec.max_len)
+    token_ids = answer_ids(model.folder, spec.vocab_size) if task_of(config).reads is Reads.TOKEN_LOGITS else ()
     if task_of(config).needs is Needs.STATES:
         spec = spec.without_output()
     if not dummy:
@@ -281,7 +286,8 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     drafter = drafter.of_rank(spec.shard)
     return JobModel(
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter,
-        why_task=why_task, embedding=embedding or EmbeddingFiles(), group=group, adapter=adapter, adapters=adapters,
+        why_task=why_task, embedding=embedding or EmbeddingFiles(), token_ids=token_ids, group=group,
+        adapter=adapter, adapters=adapters,
     )
 
 

@@ -100,8 +100,8 @@ class Admission:
         tokenizer: Tokenizer | None, constraints: Constraints | None = None, templates: RowTemplates | None = None,
         logprobs_of_all: bool = True,
     ) -> None:
-        self.templates = templates or RowTemplates(config.input)
         self.task = task or task_of(config)
+        self.templates = templates or RowTemplates(config.input, self.task.texts)
         self.decode, self.input = config.decode, self.task.with_chats(self.templates.input)
         self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
@@ -308,7 +308,8 @@ class Admission:
             raise BadRow("bad_parameter", f"{taken_by} leaves no room for a prompt in model.max_len={self.max_len}; lower it")
         adapter = settings.adapter(row.get("adapter"))
         choice = tool_choice(row, self._form_name)
-        prompt_ids = self.encoder.encode(self._rows_of_task.prompt(prompt), {**row, "tools": choice.tools}, max_prompt_tokens)
+        prompt = self._rows_of_task.prompt(prompt, row)
+        prompt_ids = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
         prompt_ids = self._rows_of_task.ids(prompt_ids)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)

@@ -60,7 +60,8 @@ def _cell_value(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
     except BadJson as error:
         raise BadRow("bad_text" if isinstance(error, BadText) else "bad_json", f"{name}: {error}; correct it") from None
     if json_kinds(field):
-        if name in ("prompt", "system") and value is not None and not isinstance(value, str):
+        is_text = name == "system" if option is not None else name not in ("id", "messages", "prompt_ids")
+        if is_text and value is not None and not isinstance(value, str):
             raise BadRow("bad_type", f"{name} is {called(value)}, and must be text; correct it or drop the row")
         return value
     if pa.types.is_map(field.type) and isinstance(value, list):

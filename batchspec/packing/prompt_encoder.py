@@ -18,12 +18,13 @@ from batchspec.errors import BadRow, CapacityError, ConfigError, RendererKilled,
 from batchspec.packing.cells import NOT_WHOLE, json_cell
 from batchspec.process.refusals import refusal
 from batchspec.records import Ids
-from batchspec.tasks.base import COMPLETE
+from batchspec.tasks.base import COMPLETE, Parts
 from batchspec.text.text_bytes import LongText
 
 if TYPE_CHECKING:
     from batchspec.text.tokenizer import Tokenizer
 
+_OF_CHATS = "system, tools, template_kwargs and final_assistant need a chat; set input.chat=true or leave them null"
 GENERATION_PROMPT = "add_generation_prompt"
 """Variable of chat templates: whether they begin the assistant's answer after the last turn."""
 
@@ -55,6 +56,8 @@ class PromptEncoder:
         max_prompt_tokens  tokens that max_new_tokens leaves for the prompt in max_len
         Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
         """
+        if isinstance(prompt, Parts):
+            return self._of_parts(prompt, row, max_prompt_tokens)
         ids = self._ids(prompt, row, max_prompt_tokens)
         if len(ids) <= max_prompt_tokens:
             return ids
@@ -71,8 +74,7 @@ class PromptEncoder:
         system, tools = row.get("system"), json_cell(row, "tools", list)
         final, kwargs = row.get("final_assistant"), json_cell(row, "template_kwargs", dict) or {}
         if not chat and (tools or kwargs or (system, final) != (None, None)):
-            said = "system, tools, template_kwargs and final_assistant need a chat; set input.chat=true or leave them null"
-            raise BadRow("bad_parameter", said)
+            raise BadRow("bad_parameter", _OF_CHATS)
         if final not in (None, *FINAL):
             said = f"final_assistant={quoted(final)} must be one of {', '.join(FINAL)}; correct it or leave it null"
             raise BadRow("bad_parameter", said)
@@ -88,6 +90,25 @@ class PromptEncoder:
         if not ids:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
         return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
+
+    def _of_parts(self, parts: Parts, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
+        """The ids of a prompt of parts. Its text is tokenised by itself, and cut so that what comes after it stays."""
+        assert self.tokenizer is not None
+        if any(row.get(name) for name in ("system", "tools", "template_kwargs", "final_assistant")):
+            raise BadRow("bad_parameter", _OF_CHATS)
+        cuts, text = self.input.on_overlong == "truncate", f"{parts.head}{parts.rest}"
+        most = max(1, max_prompt_tokens - len(parts.before) - len(parts.after))
+        with _refused_as("tokenizer"):
+            try:
+                ids = self.tokenizer.encode_beginning(text, most) if cuts else self.tokenizer.encode(text, max_tokens=most)
+            except LongText as error:
+                raise self._too_long(str(error), max_prompt_tokens) from None
+            if len(ids) > most and cuts and len(self.tokenizer.encode_part(parts.head)) >= most:
+                raise BadRow("too_long", f"model.max_len={self.max_len} has no room for {parts.head!r:.200} and what follows")
+        whole = np.array([*parts.before, *(ids[:most] if cuts else ids), *parts.after], np.int64)
+        if len(whole) > max_prompt_tokens:
+            raise self._too_long(f"{len(whole)} prompt tokens", max_prompt_tokens, self._known(whole, "the prompt's text"))
+        return self._known(whole, "the prompt's text")
 
     def _beginning(self, ids: Ids, most: int) -> Ids:
         """The first tokens, and after them those that the tokenizer itself adds at the end of a text, which a cut text keeps."""

@@ -23,6 +23,7 @@ from batchspec.data.dataset.messages import USUAL_SYSTEM
 from batchspec.data.dataset.untyped_columns import value_of
 from batchspec.errors import BadRow, ConfigError, RendererKilled
 from batchspec.process.local_files import fault_of, open_regular
+from batchspec.tasks.base import PromptTexts
 from batchspec.text.template_process import environment
 from batchspec.text.templates import NullValue, Templates
 
@@ -39,7 +40,9 @@ class RowTemplates:
     Raises ConfigError for a template that is none or cannot be read, CapacityError if the rendering process is killed.
     """
 
-    def __init__(self, input: InputConfig) -> None:
+    def __init__(self, input: InputConfig, texts: PromptTexts | None = None) -> None:
+        """texts: the columns of which the job's task makes prompts, if any"""
+        self._texts = texts
         self.sources: dict[str, str] = {}
         """Texts of the templates: `prompt`, `system`."""
         if input.prompt is not None:
@@ -66,7 +69,9 @@ class RowTemplates:
         """A table without rows that has the columns which the templates read, and the prompt's if no template makes it."""
         reads = dict.fromkeys(name for names in self._templates.reads.values() for name in names if name not in self._functions)
         columns = {name: pa.array([], pa.string()) for name in reads}
-        if "prompt" not in self.sources:
+        if self._texts is not None:
+            columns |= {self.input.columns.get(name) or name: pa.array([], pa.string()) for name in self._texts.names}
+        elif "prompt" not in self.sources:
             kind = next((kind for kind in PROMPTS if self.input.columns.get(kind)), "prompt")
             ids_or_text = pa.list_(pa.int32()) if kind == "prompt_ids" else pa.string()
             columns |= {self.input.columns.get(kind) or kind: pa.array([], ids_or_text)}
@@ -86,7 +91,8 @@ class RowTemplates:
                 "input.prompt makes prompts of columns, and the input holds OpenAI's batch requests, which have messages; remove "
                 "the key"
             )
-        columns = map_columns(schema, self.input.columns if named is None else named, template="prompt" in self.sources)
+        names = self.input.columns if named is None else named
+        columns = map_columns(schema, names, template="prompt" in self.sources, texts=self._texts)
         kind = columns.prompt_kind
         return replace(columns, templates={name: self._columns(name, schema, kind) for name in self.sources})
 

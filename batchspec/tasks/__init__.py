@@ -11,5 +11,6 @@ because the configuration is checked without them.
   score_prompts.py   decode.score=prompts: log-probabilities of the prompts' tokens
   choose.py          decode.score=choices: how likely each of some texts follows; choices.py: their prompts and probabilities
   reward.py          task=reward: the scores of a model's labels after the last token
+  rerank.py          task=rerank: how well a document answers a query, by the logits of yes and no
   embed.py           task=embed: a vector of each text
 """

@@ -42,7 +42,8 @@ class Reads(Enum):
     """The log-probability of every token of the prompt, and nothing after it."""
     LABEL_SCORES = auto()
     """The scores of the model's labels, from the hidden state after the last token of the prompt."""
-
+    TOKEN_LOGITS = auto()
+    """The logits of a few tokens, the same in all rows, after the last token of the prompt."""
     LAST_STATES = auto()
     """The hidden state after the last token of the prompt."""
     MEAN_STATES = auto()
@@ -79,6 +80,32 @@ class EmbeddingFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTexts:
+    """The columns of text of which a task makes a row's prompt, in place of a column of prompts."""
+
+    main: str
+    """The one that may be cut, and whose absence is that of the prompt."""
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.needed, self.main, *self.optional)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A prompt whose text is tokenised between given tokens. If it is too long, it loses the end of the text
+    (input.on_overlong=truncate)."""
+
+    before: tuple[int, ...]
+    head: str
+    """The beginning of the text, none of which is cut off."""
+    rest: str
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What tasks know of a model."""
 
@@ -88,6 +115,8 @@ class ModelFacts:
     pad_ids: tuple[int, ...] = ()
     """Its padding token, if config.json names one."""
     embedding: EmbeddingFiles = EmbeddingFiles()
+    token_ids: tuple[int, ...] = ()
+    """The tokens whose logits are read (`Reads.TOKEN_LOGITS`)."""
 
 
 class Runs(Protocol):
@@ -107,8 +136,8 @@ class TaskRows:
         """The texts that are to be scored after the row's prompt. Raises BadRow."""
         return ()
 
-    def prompt(self, cell: Any) -> Any:
-        """The prompt that is encoded, of the row's own."""
+    def prompt(self, cell: Any, row: Mapping[str, Any]) -> Any:
+        """The prompt that is encoded, made of the row's own, `cell`, and its other cells. Raises BadRow."""
         return cell
 
     def room(self, choices: tuple[Choice, ...], max_new_tokens: int) -> tuple[int, str]:
@@ -149,6 +178,8 @@ class Task:
     """Columns of the output that only this task writes."""
     keys_read: ClassVar[frozenset[str]] = frozenset()
     """Keys of answers that it reads, although it may decode none."""
+    texts: ClassVar[PromptTexts | None] = None
+    """The columns that are the prompt of a row; None: one column is, or input.prompt makes it."""
     cells_read: ClassVar[frozenset[str]] = frozenset()
     """Options of rows that it reads, although they are for answers; columns of lists of strings."""
 

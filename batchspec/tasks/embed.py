@@ -7,6 +7,7 @@ Sources: Kusupati et al. 2022, arXiv 2205.13147; sentence-transformers 5, Senten
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,7 +37,7 @@ class TextRows(TaskRows):
         """asked: input.prompt_name, if the prompt is not the checkpoint's default"""
         self._prompt, self._asked = prompt, asked
 
-    def prompt(self, cell: Any) -> Any:
+    def prompt(self, cell: Any, row: Mapping[str, Any]) -> Any:
         """Text after the prompt, without the blanks at both ends, which sentence-transformers drops too; chats and ids, which
         have no prompt, as they are. Raises BadRow for these if one was asked for."""
         if isinstance(cell, str):

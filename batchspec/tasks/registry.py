@@ -10,11 +10,12 @@ from batchspec.tasks.base import Task
 from batchspec.tasks.choose import Choose
 from batchspec.tasks.embed import Embed
 from batchspec.tasks.generate import Generate
+from batchspec.tasks.rerank import Rerank
 from batchspec.tasks.reward import Reward
 from batchspec.tasks.score_prompts import ScorePrompts
 
 GENERATE, REWARD, EMBED = Generate(), Reward(), Embed()
-TASKS: dict[str, Task] = {task.name: task for task in (GENERATE, ScorePrompts(), Choose(), REWARD, EMBED)}
+TASKS: dict[str, Task] = {task.name: task for task in (GENERATE, ScorePrompts(), Choose(), REWARD, Rerank(), EMBED)}
 """By name."""
 BY_SCORE = {"none": "generate", "prompts": "score_prompts", "choices": "choose"}
 """Value of decode.score -> name of the task."""

@@ -245,7 +245,7 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         ("[]", "line 2: not a batch request"),
         ('{"custom_id": "a", "body": {}}', r"not a batch request \(KeyError: 'messages'\)"),
         ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"not a batch request \(BadText"),
-        (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not supported, .* computes no embeddings"),
+        (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not supported, .* a job with task=embed"),
         (
             json.dumps(request(response_format={"type": "structural_tag"})),
             r"response_format.type=\"structural_tag\" is not text, json_object",

@@ -69,7 +69,7 @@ def _prompt_turns(
 ) -> list[list[Turn] | None]:
     """The turns of every row's prompt; None if it has none or they cannot be read."""
     table, kind = shard.table, columns.prompt_kind
-    if kind == "prompt_ids":
+    if kind not in ("messages", "prompt"):
         return [None] * table.num_rows
     made = [texts.get(shard.first_row + place, {}) for place in range(table.num_rows)]
     column = columns.prompt_column

@@ -13,6 +13,7 @@ from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.data.dataset.column_types import COLUMN_TYPES, TURNS, ColumnType, is_list
 from batchspec.data.dataset.untyped_columns import is_csv, json_kinds
 from batchspec.errors import ConfigError, InputError
+from batchspec.tasks.base import PromptTexts
 
 PROMPTS = ("messages", "prompt", "prompt_ids")
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
@@ -40,7 +41,8 @@ class ColumnMap:
 
     names: Mapping[str, str]
     prompt_kind: str
-    """messages, prompt or prompt_ids: the one that is mapped, or prompt if input.prompt makes it."""
+    """messages, prompt or prompt_ids: the one that is mapped, or prompt if input.prompt makes it; or the main one of the texts of
+    which the task makes prompts."""
     templates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The dataset's columns that each template of rows reads: those of `prompt` (input.prompt) and `system` (input.system)."""
 
@@ -64,7 +66,9 @@ class ColumnMap:
         return self.names.get(self.prompt_kind)
 
 
-def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, template: bool = False) -> ColumnMap:
+def map_columns(
+    schema: pa.Schema, columns: Mapping[str, str | None], *, template: bool = False, texts: PromptTexts | None = None
+) -> ColumnMap:
     """Map batchspec's names to columns: each to the column of the same name, unless `columns` (input.columns) says otherwise.
 
     A name mapped to None is left out; so is one that `columns` must name and does not. Optional columns may have the null
@@ -73,15 +77,26 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
 
     template  whether input.prompt makes the prompts, so that no column may be one; or the next user turns of the chats that
               `columns` names
+    texts     the columns that are the prompt; columns with the names of other prompts are data then
     """
-    for name in columns:
-        if name not in TYPES:
-            near = difflib.get_close_matches(name, TYPES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TYPES)}"
+    types = TYPES
+    if texts is not None:
+        types = {name: own for name, own in TYPES.items() if name not in PROMPTS}
+        types |= dict.fromkeys(texts.names, COLUMN_TYPES["text"])
+    for name, column in columns.items():
+        if texts is not None and name in PROMPTS:
+            if column is not None:
+                raise ConfigError(
+                    f"input.columns.{name}={column}: prompts are made of the columns {', '.join(texts.names)}; set "
+                    f"input.columns.{name}=null"
+                )
+        elif name not in types:
+            near = difflib.get_close_matches(name, types, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(types)}"
             raise ConfigError(f"input.columns.{name}: batchspec has no column of that name; {hint}")
     taken = set(columns.values())
     there = set(schema.names)
-    by_themselves = [name for name in TYPES if name not in columns and not must_be_mapped(name)]
+    by_themselves = [name for name in types if name not in columns and not must_be_mapped(name)]
     names = {name: name for name in by_themselves if name in there and name not in taken}
     names |= {name: column for name, column in columns.items() if column is not None}
     for name, column in names.items():
@@ -90,8 +105,8 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
                 f"input.columns.{name}={column}: the input has no such column; its columns are {', '.join(schema.names[:50])}"
             )
         field = schema.field(column)
-        allowed = TYPES[name].words
-        if not (_fits(field, name) or (pa.types.is_null(field.type) and name not in ("id", *PROMPTS))):
+        allowed, needed = types[name].words, ("id", *PROMPTS) if texts is None else ("id", *texts.needed, texts.main)
+        if not (_fits(field, types[name], name) or (pa.types.is_null(field.type) and name not in needed)):
             kinds = json_kinds(field)
             kind = f"no type that fits: each cell is {' or '.join(sorted(kinds))}" if kinds else f"type {field.type}"
             advice = "write its cells as JSON text" if "JSON" in allowed and pa.types.is_nested(field.type) else "cast it"
@@ -99,7 +114,20 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
                 f"column {column!r} is mapped to {name} but has {kind}; allowed: {allowed}; "
                 f"{advice} or set input.columns.{name}=null"
             )
+    if texts is not None:
+        return ColumnMap(names=names, prompt_kind=_all_texts(names, schema, texts))
     return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema, template=template, named="messages" in columns))
+
+
+def _all_texts(names: Mapping[str, str], schema: pa.Schema, texts: PromptTexts) -> str:
+    """The kind of prompts that are made of texts. Raises InputError if the input lacks one of them."""
+    missing = next((name for name in (*texts.needed, texts.main) if name not in names), None)
+    if missing is not None:
+        raise InputError(
+            f"no column is mapped to {missing}, and prompts are made of {', '.join((*texts.needed, texts.main))}; the input's "
+            f"columns are {', '.join(schema.names[:50])}; name one, e.g. input.columns.{missing}=COLUMN"
+        )
+    return texts.main
 
 
 def must_be_mapped(name: str) -> bool:
@@ -107,8 +135,8 @@ def must_be_mapped(name: str) -> bool:
     return name in ROW_OPTIONS and ROW_OPTIONS[name].column.must_be_mapped
 
 
-def _fits(field: pa.Field, name: str) -> bool:
-    kinds, own = json_kinds(field), TYPES[name]
+def _fits(field: pa.Field, own: ColumnType, name: str) -> bool:
+    kinds = json_kinds(field)
     if kinds:
         return any(kind in kinds for kind in own.json)
     if is_list(field.type) and pa.types.is_null(field.type.value_type):  # every list is empty or has only nulls
@@ -161,8 +189,10 @@ def _no_prompt(schema: pa.Schema) -> str:
             "the rows are messages, not chats; a row holds a whole chat in its column messages, and in Python rows may be a list "
             "of chats, [[{role, content}, ...], ...]"
         )
-    chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages")]
-    texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt")]
+    chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), TYPES["messages"], "messages")]
+    texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), TYPES["prompt"], "prompt")]
+    if {"query", "document"} <= names:
+        return "no column is mapped to messages, prompt or prompt_ids; task=rerank scores each row's document for its query"
     advice = f"messages={chats[0]}" if chats else f"prompt={texts[0] if texts else 'COLUMN'}"
     listed = ", ".join(schema.names[:50]) + (f" and {len(schema) - 50:,} more" if len(schema) > 50 else "")
     return (

@@ -23,9 +23,12 @@ ID = "request_id"
 """Column of the row's id."""
 KEPT = (
     "request_id", "sample_index", "messages", "completion", "reasoning", "tool_calls", "finish_reason", "prompt_logprob_sum",
-    "choice_probs", "scores", "embedding",
+    "choice_probs", "scores", "score", "embedding",
 )
 """The earlier job's own columns that the new one has. The others say how the answers were computed."""
+COMMON = frozenset({"score"})
+"""Names of columns that jobs of one task write, and many inputs have: copied ones keep them, and a job of that task refuses them
+by name (`output_schema`)."""
 _OF_ID = ("request_id", "sample_index")
 
 
@@ -83,9 +86,15 @@ class JobFile:
 def _old_names(names: list[str], prefix: str) -> dict[str, str]:
     """Column of the new job -> that of the earlier one, whose copied columns come after its own."""
     num_own = names.index(OWN_COLUMNS[-1]) + 1 if OWN_COLUMNS[-1] in names else len(names)
-    own = [name for name in names[:num_own] if name in OWN_COLUMNS]
+    own = [name for place, name in enumerate(names[:num_own]) if name in OWN_COLUMNS and not _is_added(name, names[:place])]
     kept = {f"{prefix}{name}": name for name in own if name in KEPT}
-    return kept | {f"{prefix}{name}" if name in OWN_COLUMNS else name: name for name in names if name not in own}
+    taken = set(OWN_COLUMNS) - COMMON
+    return kept | {f"{prefix}{name}" if name in taken else name: name for name in names if name not in own}
+
+
+def _is_added(name: str, before: list[str]) -> bool:
+    """Whether a column with a usual name was added to rows in memory: those that a job writes are in the order of OWN_COLUMNS."""
+    return name in COMMON and not set(OWN_COLUMNS[OWN_COLUMNS.index(name) :]).isdisjoint(before)
 
 
 def _text_type(kind: pa.DataType) -> pa.DataType:

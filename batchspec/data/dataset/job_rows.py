@@ -121,9 +121,9 @@ def rows_of_job(files: Sequence[DataFile], of_job: Mapping[str, Any], input: Inp
 def columns_of(prefix: str, own: Mapping[str, str | None]) -> dict[str, str | None]:
     """input.columns for the rows of a job: id and chat, and no option of a row, because its options were those of its answer.
 
-    own  what the user says, which has precedence; a prompt takes the place of the chat
+    own  what the user says, which has precedence; a prompt, or a text of one, takes the place of the chat
     """
-    has_prompt = any(own.get(name) for name in ("prompt", "prompt_ids"))
+    has_prompt = any(column for name, column in own.items() if name in ("prompt", "prompt_ids") or name not in TYPES)
     return {**dict.fromkeys(TYPES), "id": ID, "messages": None if has_prompt else f"{prefix}messages", **own}
 
 

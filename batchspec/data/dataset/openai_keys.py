@@ -31,11 +31,11 @@ JOB_KEYS = {"stop_token_ids": "decode.stop_ids", "ignore_eos": "decode.ignore_eo
 OTHER_ENDPOINTS = {
     "completions": "write its prompt as the column `prompt` of an input, which is used as it is",
     "responses": "write its input as body.messages of a chat completion",
-    "embeddings": "batchspec computes no embeddings: leave the line out",
+    "embeddings": "write its input as the column `prompt` of a job with task=embed",
     "moderations": "batchspec has no moderation: leave the line out",
     "images/generations": "batchspec makes no images: leave the line out",
     "audio/transcriptions": "batchspec reads no audio: leave the line out",
-    "score": "batchspec has no scoring models: leave the line out",
-    "rerank": "batchspec has no scoring models: leave the line out",
+    "score": "write its texts as the columns `query` and `document` of a job with task=rerank",
+    "rerank": "write its query, and each of its documents, as the columns `query` and `document` of a job with task=rerank",
 }
 """Other endpoints of OpenAI's and vLLM's batches, and what to do about them."""

@@ -142,6 +142,7 @@ def _every_field(messages: pa.DataType, top: pa.DataType, embedding: pa.DataType
         pa.field("prompt_top_logprobs", top),
         pa.field("choice_probs", CHOICE_PROBS),
         pa.field("scores", SCORES),
+        pa.field("score", pa.float32()),
         pa.field("embedding", embedding),
         pa.field("usage", USAGE),
         pa.field("seed", pa.int64()),

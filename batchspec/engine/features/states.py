@@ -31,6 +31,7 @@ from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import Segment
 from batchspec.model.target import Target
+from batchspec.packed_batch import SCORED_TOKENS
 from batchspec.records import Completion, RowError
 
 SUMMED = 2048
@@ -42,6 +43,13 @@ ValuesOf = Callable[[Target, Tensor], Tensor]
 def last_states(target: Target, hidden: Tensor) -> Tensor:
     """A `ValuesOf`: the states themselves, [N, H]."""
     return hidden.to(torch.float64 if hidden.dtype is torch.float64 else torch.float32)
+
+
+def token_logits(token_ids: Sequence[int], target: Target, hidden: Tensor) -> Tensor:
+    """A `ValuesOf` but for its first argument: the logits of these tokens, [N, tokens]. Those of at most SCORED_TOKENS rows are
+    in memory at once."""
+    parts = hidden.split(SCORED_TOKENS) if len(hidden) else (hidden,)
+    return torch.cat([torch.stack([logits[:, one] for one in token_ids], 1) for logits in map(target.all_logits, parts)])
 
 
 class StateFeatures(Features):

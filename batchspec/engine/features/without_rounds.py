@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from batchspec.engine.features.scoring import PromptFeatures
-from batchspec.engine.features.states import MeanFeatures, StateFeatures, last_states
+from batchspec.engine.features.states import MeanFeatures, StateFeatures, last_states, token_logits
 from batchspec.engine.slots.row_feature import Features
 from batchspec.model.target import Target
 from batchspec.tasks.base import Reads
 
-FEATURES: dict[Reads, Callable[[int], Features]] = {
-    Reads.PROMPT_TOKENS: PromptFeatures,
-    Reads.LABEL_SCORES: lambda num_top: StateFeatures(Target.label_scores),
-    Reads.LAST_STATES: lambda num_top: StateFeatures(last_states),
-    Reads.MEAN_STATES: lambda num_top: MeanFeatures(),
+FEATURES: dict[Reads, Callable[[int, tuple[int, ...]], Features]] = {
+    Reads.PROMPT_TOKENS: lambda num_top, token_ids: PromptFeatures(num_top),
+    Reads.LABEL_SCORES: lambda num_top, token_ids: StateFeatures(Target.label_scores),
+    Reads.TOKEN_LOGITS: lambda num_top, token_ids: StateFeatures(partial(token_logits, token_ids)),
+    Reads.LAST_STATES: lambda num_top, token_ids: StateFeatures(last_states),
+    Reads.MEAN_STATES: lambda num_top, token_ids: MeanFeatures(),
 }
-"""The features, given of how many of the likeliest tokens log-probabilities are read."""
+"""The features, given of how many of the likeliest tokens log-probabilities are read, and the tokens whose logits are."""

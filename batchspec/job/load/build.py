@@ -108,6 +108,7 @@ def load_engine(
     engine = build_engine(
         config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job),
         expanding=expanding_of(job), defers_text=defers_text, call_parser=job.admission.call_parser,
+        token_ids=job.token_ids,
     )
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
@@ -160,7 +161,7 @@ def rewrite_weights(job: JobModel, target: Target, folder: Path) -> None:
 def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
     lead: Lead | None = None, vocabulary: TokenSymbols | None = None, expanding: Expanding | None = None,
-    defers_text: bool = False, call_parser: CallParser | None = None,
+    defers_text: bool = False, call_parser: CallParser | None = None, token_ids: tuple[int, ...] = (),
 ) -> Engine:
     """The engine for these settings, on the target's device; nothing is captured yet.
 
@@ -169,6 +170,7 @@ def build_engine(
     expanding    set if rows may have lazy constraints
     defers_text  leave the decoding of text to the maker of the table (`Completion.num_undecoded`)
     call_parser  finds the tool calls in answers; None: calls stay text
+    token_ids    of a task that reads logits: of these tokens
     """
     ablation, task, adaptive = config.ablation, task_of(config), config.draft.adaptive is not False
     assert batch.decodes is task.decodes, "the batch was planned for another job"
@@ -186,7 +188,7 @@ def build_engine(
             argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots,
         ),
-        features=FEATURES[task.reads_of(config.output)](num_top or 0) if not task.decodes else RowFeatures(
+        features=FEATURES[task.reads_of(config.output)](num_top or 0, token_ids) if not task.decodes else RowFeatures(
             decode=tokenizer.decode if tokenizer else None,
             defers_text=defers_text,
             num_top=num_top,

@@ -26,6 +26,7 @@ MEANINGS = {
     "prompt_logprobs": "log-probability of each prompt token after the first",
     "prompt_top_logprobs": "the most likely tokens at each position of the prompt and their log-probabilities",
     "scores": "each label of the model, and its score after the row's last token, as the score matrix gives it",
+    "score": "how well the row's document answers its query, from 0 to 1",
     "embedding": "the vector of the prompt",
     "choice_probs": "each of the texts that were compared, its share of their probabilities, and its log-probability",
     "usage": "token counts, named as in OpenAI's API",
