@@ -21,7 +21,8 @@ def products(spec: ModelSpec) -> list[Product]:
     gemms = [(prefix + gemm.product.parts[0].name, gemm) for prefix, gemm in spec.gemms(tokens=1)]
     packed = [(layout, gemm) for name, gemm in gemms if isinstance(layout := spec.formats.of(name), (Int4, Nvfp4))]
     found = [*gemm_products((gemm for name, gemm in gemms if plain(name)), spec.hidden_size)]
-    return [*found, *_four_bit_products(packed), ("lm_head", spec.num_logits, spec.hidden_size)]
+    output = [("lm_head", spec.num_logits, spec.hidden_size)] if spec.has_output else []
+    return [*found, *_four_bit_products(packed), *output]
 
 
 def _four_bit_products(gemms: Iterable[tuple[Int4 | Nvfp4, Gemm]]) -> list[Product]:

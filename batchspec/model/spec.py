@@ -202,9 +202,9 @@ class ModelSpec(CheckpointPart):
 
     @property
     def num_logits(self) -> int:
-        """The number of these tokens."""
+        """The number of these tokens; 0 without an output matrix."""
         own: range = range(self.vocab_size)[self.vocab_part]
-        return len(own)
+        return len(own) * self.has_output
 
     def with_fp8_activations(self) -> ModelSpec:
         """The spec with activations quantised as the checkpoint says (W8A8). Raises ConfigError if it has no FP8 weights."""

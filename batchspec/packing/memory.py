@@ -7,8 +7,9 @@ L layers, e bytes a number:
               3 I of a gated MLP, 2 (NH + 2 KVH) D + NH D of attention (`activation_size`); the drafter's inputs.
               Factor 1.5 for fragmentation by the allocator
     keys      of latent attention, whose keys and values of one row at a time are made of its latents (`row_bytes_of_pass`)
-    a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling, for at least
-              512 tokens if prompts are scored
+    a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling. Where
+              nothing is decoded there are no rounds, graphs and penalties: 512 tokens have logits at a time, none without an
+              output matrix
     attention partial results, merged by log-sum-exp (`partial_bytes`): with decode.deterministic 4 S NH (D + 2) for each (row,
               512 keys), else no more than the registers of a GPU hold, five times, whatever the rows' length
     state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
@@ -61,24 +62,24 @@ def reserve_bytes(
     max_len: int,
     longest_row: int | None = None,
     shared_tokens: int = 0,
-    scores: bool = False,
+    decodes: bool = True,
 ) -> int:
     """Bytes that must stay free besides weights and pages; the formula is in the module's docstring.
 
     longest_row    tokens of the longest row surveyed, up to max_len; None: no row was surveyed, and all graphs are for max_len
     shared_tokens  tokens of the longest prefix that rows may share; 0: rows share none
-    scores         prompts are scored
+    decodes        as in `PackedBatch`
     """
-    verified = slots * (num_verified + 1)
+    verified = slots * (num_verified + 1) if decodes else 0
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
     keys = pass_key_bytes(spec, dtype, max_len)
-    logits = 4 * LOGIT_COPIES * (max(verified, SCORED_TOKENS) if scores else verified) * spec.num_logits
+    logits = 4 * LOGIT_COPIES * (verified if decodes else SCORED_TOKENS) * spec.num_logits
     # The saved bytes of a prefix do not depend on how many tokens its pages have.
     shares = spec.sharing_cost(dtype, page_size=1, max_q=num_verified + 1).may_pay(slots, shared_tokens)
     run = spec.computing(dtype, draft_len=num_verified)
     partials = max((mixer.partial_bytes(run, slots, max_len, shares=shares) for _, mixer in spec.mixers), default=0)
-    state = slots * (5 * max_len + 4 * spec.vocab_size)
-    num_graphs = num_buckets * (min(num_verified + 1, MOST_LENGTHS) + 1)
+    state = slots * (5 * max_len + 4 * spec.vocab_size * decodes)
+    num_graphs = num_buckets * (min(num_verified + 1, MOST_LENGTHS) + 1) * decodes
     if num_verified and slots >= LEAST_PARTIAL_ROWS:
         num_graphs += min(num_buckets, MOST_PARTIAL_BUCKETS) * min(num_verified + 1, MOST_PARTS)
     graphs = GRAPH_BYTES * num_graphs
@@ -86,7 +87,8 @@ def reserve_bytes(
         graphs *= 2
     if shares:
         graphs *= 2
-    exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
+    of_ranks = 4 * dtype.itemsize * slots * (num_verified + 1) * spec.hidden_size
+    exchanges = 0 if spec.shard.ranks == 1 else of_ranks + PREFILL_EXCHANGE_BYTES
     adapters = 0 if spec.lora is None else spec.lora.temporary_bytes(prefill_tokens) + spec.lora.temporary_bytes(verified)
     return round(passes) + keys + logits + partials + state + graphs + adapters + exchanges + FIXED_BYTES
 

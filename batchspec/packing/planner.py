@@ -131,7 +131,7 @@ def choose_batch(
     else:
         most = min(limit, max(1, free_bytes // memory.row_bytes(_expected_tokens(held))))
         pass_tokens, reserve = _held_back(
-            packing, spec, demand, dtype=dtype, slots=most, num_verified=num_verified, free_bytes=free_bytes
+            packing, spec, demand, dtype=dtype, slots=most, num_verified=num_verified, free_bytes=free_bytes, decodes=decodes
         )
         budget, memory = max(0, free_bytes - reserve), replace(memory, pass_tokens=pass_tokens)
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
@@ -194,7 +194,7 @@ def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, dem
     return reserve_bytes(
         spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), num_verified=batch.num_verified,
         prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
-        longest_row=batch.longest_row, shared_tokens=demand.shared_tokens, scores=demand.scores,
+        longest_row=batch.longest_row, shared_tokens=demand.shared_tokens, decodes=batch.decodes,
     )
 
 
@@ -206,7 +206,8 @@ def row_buckets(slots: int) -> tuple[int, ...]:
 
 
 def _held_back(
-    packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, num_verified: int, free_bytes: int
+    packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, num_verified: int,
+    free_bytes: int, decodes: bool,
 ) -> tuple[int, int]:
     """Tokens of a prefill pass, and bytes that must stay free besides the pages. On a small GPU prefill passes are shortened
     first, unless they take little of its memory: what the rounds of long rows need does not become less by it."""
@@ -222,7 +223,7 @@ def _held_back(
             max_len=demand.max_tokens,
             longest_row=demand.longest_row,
             shared_tokens=demand.shared_tokens,
-            scores=demand.scores,
+            decodes=decodes,
         )
 
     tokens, rounds = packing.max_num_batched_tokens or GPU_PREFILL, reserve_of(0)

@@ -85,6 +85,34 @@ def test_what_one_h200_holds_back_is_the_sum_of_its_parts() -> None:
     assert held == pytest.approx(a_pass + a_round + logits + attention + state + graphs + fixed, abs=2e6)
 
 
+def test_nothing_is_held_back_for_rounds_where_nothing_is_decoded() -> None:
+    """Neither activations, graphs, penalties nor logits of each slot: those of 512 tokens, none without an output matrix."""
+    shape: dict[str, Any] = {
+        "dtype": torch.bfloat16, "num_buckets": 11, "num_verified": 0, "prefill_tokens": 16_384, "max_len": 1024,
+        "decodes": False,
+    }
+    held = {slots: reserve_bytes(LLAMA_8B, slots=slots, **shape) for slots in (16, 1024)}
+    assert held[1024] - held[16] == pytest.approx(5 * (1024 - 16) * 1024, abs=2e8), "token buffers, and partial results"
+    without = reserve_bytes(LLAMA_8B.without_output(), slots=16, **shape)
+    assert held[16] - without == 12 * 512 * LLAMA_8B.vocab_size
+    a_round, penalties, graphs = (1024 * 1.5 * 2 * (12 * 4096 + 3 * 14336), 1024 * 4 * 128256, 22 * 16e6)
+    more = reserve_bytes(LLAMA_8B, slots=1024, **shape | {"decodes": True}) - held[1024]
+    assert more == pytest.approx(a_round + penalties + graphs + 12 * (1024 - 512) * 128256, abs=2e6)
+
+
+def test_a_batch_that_decodes_nothing_has_the_memory_of_rounds_for_pages() -> None:
+    """Unless each slot can have a row of maximum length anyway."""
+    demand, free_bytes = Demand(num_completions=9999, prompt_tokens=60, output_tokens=0, max_tokens=8192), 20 * 10**9
+    pages = [
+        choose_batch(
+            PackingConfig(max_num_seqs=1024), LLAMA_8B, H200, demand, device=GPU, dtype=torch.bfloat16, drafts=always(0),
+            free_bytes=free_bytes, decodes=decodes,
+        ).num_pages
+        for decodes in (True, False)
+    ]
+    assert pages[1] > 1.1 * pages[0]
+
+
 def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
     sizes = []
     for max_len in (16, 512):
