@@ -3,7 +3,7 @@
 modules.json                       a list of modules: Transformer, Pooling, Normalize, in this order, the last one optional
 FOLDER/config.json of Pooling      which states are pooled
 config_sentence_transformers.json  prompts by name, which are put before a text
-sentence_bert_config.json          max_seq_length
+sentence_bert_config.json          max_seq_length; tokenizer_config.json: model_max_length
 
 What these files can say and batchspec does not compute is refused by name: another pooling would give other embeddings without a
 sign of it. Source: sentence-transformers 5, models/Pooling.py and SentenceTransformer.py.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, read_text, shown
+from batchspec.checkpoint.config_values import INTEGERS, ConfigReader, has_file, read_json, read_text, shown
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 from batchspec.tasks.base import EmbeddingFiles
@@ -55,6 +55,15 @@ def read_embedding_files(folder: Path, *, asked: bool) -> EmbeddingFiles | None:
         default_prompt=prompts.text("default_prompt_name") or None,
         max_tokens=lengths.integer("max_seq_length") if lengths.given("max_seq_length") else None,
     )
+
+
+def text_limit(folder: Path) -> int | None:
+    """Number of tokens at which sentence-transformers cuts a text unless `max_seq_length` says another one: the tokenizer's
+    model_max_length; None: it has none, which transformers writes as a huge number."""
+    value = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return int(value) if 1 <= value <= INTEGERS["max_seq_length"][1] else None
 
 
 def _reader(path: Path, *, empty: bool = False) -> ConfigReader:

@@ -188,7 +188,7 @@ class InputConfig:
     answers, takes any chat as it is, with nothing after its last turn."""
     prompt_name: str | None = None
     """Name of a prompt of the checkpoint (config_sentence_transformers.json), e.g. query, that is put before each text
-    (task=embed). null is the checkpoint's default, usually none."""
+    (task=embed). null is the checkpoint's default, usually none; an empty name is none."""
     limit: int | None = key(None, low=1, advice="null takes every row", names=("num_samples", "max_samples"))
     """Maximum number of input rows, from the first on. null is all of them."""
     template_kwargs: dict[str, Any] = key(

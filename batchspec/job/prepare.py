@@ -13,7 +13,7 @@ from batchspec.checkpoint.config_values import has_file
 from batchspec.checkpoint.files import ModelFiles
 from batchspec.checkpoint.hub import find_model
 from batchspec.checkpoint.reranker import answer_ids
-from batchspec.checkpoint.sentence_transformers import read_embedding_files
+from batchspec.checkpoint.sentence_transformers import read_embedding_files, text_limit
 from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.checks import AUTO
 from batchspec.config.draft_auto import with_drafter
@@ -252,7 +252,10 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder)
     embedding = read_embedding_files(model.folder, asked=config.task == "embed") if may_embed(config, spec.labels) else None
-    config, why_task = with_task(config, spec.labels, embedding, has_output=spec.has_output, most_tokens=spec.max_len)
+    config, why_task = with_task(
+        config, spec.labels, embedding, has_output=spec.has_output, most_tokens=spec.max_len,
+        text_tokens=text_limit(model.folder),
+    )
     token_ids = answer_ids(model.folder, spec.vocab_size) if task_of(config).reads is Reads.TOKEN_LOGITS else ()
     if task_of(config).needs is Needs.STATES:
         spec = spec.without_output()

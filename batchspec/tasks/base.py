@@ -149,6 +149,16 @@ class TaskRows:
         return prompt_ids
 
 
+def check_text_end(config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, asked: str) -> None:
+    """Raises ConfigError if prompts are text whose end may have other tokens than tokenizer.json gives it. asked: of the task"""
+    is_text = ("prompt" in mapped or config.input.prompt is not None) and not config.input.chat and "messages" not in mapped
+    if is_text and tokenizer is not None and (problem := tokenizer.end_problem):
+        raise ConfigError(
+            f"{asked} reads the end of texts, and {problem}; have tokenizer.json give the same ids and remove that key, or "
+            "give prompt_ids"
+        )
+
+
 class Task:
     """What a job does to each row: one object for all jobs, but for what it knows of a model (`of_model`). What it knows of a
     job's rows is in `TaskRows`."""

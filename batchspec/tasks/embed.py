@@ -1,8 +1,10 @@
 """task=embed: a vector of each text, from the hidden states of its tokens (`...Model`, and models with an output matrix too).
 
-The state of the last token, or the mean of all states, is cut to its first output.embedding_dim values (Matryoshka embeddings)
-and divided by its length, as the checkpoint's files for sentence-transformers say (checkpoint/sentence_transformers.py).
-Sources: Kusupati et al. 2022, arXiv 2205.13147; sentence-transformers 5, SentenceTransformer.encode with truncate_dim.
+The state of the last token, or the mean of all states, is cut to its first output.embedding_dim values (Matryoshka embeddings).
+If the checkpoint's modules end with Normalize (checkpoint/sentence_transformers.py), it is divided by its length, and so are the
+first values alone: as SentenceTransformer.encode gives them with truncate_dim and normalize_embeddings=True. Without the latter
+it cuts vectors of length 1 and leaves them shorter, so that products of two are no cosines; the direction is the same.
+Sources: Kusupati et al. 2022, arXiv 2205.13147; sentence-transformers 6.2, sentence_transformer/model.py.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from batchspec.config.key import value_of
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.errors import BadRow, ConfigError
 from batchspec.records import Completion
-from batchspec.tasks.base import OF_EMBED, Cells, ModelFacts, Needs, Reads, Task, TaskRows
+from batchspec.tasks.base import OF_EMBED, Cells, ModelFacts, Needs, Reads, Task, TaskRows, check_text_end
 
 if TYPE_CHECKING:
     from batchspec.text.thinking import ThinkTokens
@@ -99,14 +101,16 @@ class Embed(Task):
         self, config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, think: ThinkTokens | None
     ) -> TaskRows:
         assert self.model is not None
-        prompts, name = dict(self.model.embedding.prompts), config.input.prompt_name or self.model.embedding.default_prompt
+        check_text_end(config, mapped, tokenizer, self.asked)
+        prompts, asked = dict(self.model.embedding.prompts), config.input.prompt_name
+        name = (self.model.embedding.default_prompt if asked is None else asked) or None
         if name is not None and name not in prompts:
             known = f"it has {', '.join(prompts)}" if prompts else "it has none"
             raise ConfigError(
                 f"input.prompt_name={name} is no prompt of the checkpoint (config_sentence_transformers.json): {known}; correct "
                 "or remove the key"
             )
-        return TextRows("" if name is None else prompts[name], config.input.prompt_name)
+        return TextRows("" if name is None else prompts[name], asked or None)
 
     def identity(self, config: RunConfig) -> dict[str, Any]:
         assert self.model is not None

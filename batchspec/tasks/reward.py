@@ -17,7 +17,7 @@ import numpy as np
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import quoted
 from batchspec.records import Completion, Ids
-from batchspec.tasks.base import Cells, ModelFacts, Needs, Reads, Task, TaskRows
+from batchspec.tasks.base import Cells, ModelFacts, Needs, Reads, Task, TaskRows, check_text_end
 
 if TYPE_CHECKING:
     from batchspec.text.thinking import ThinkTokens
@@ -63,6 +63,7 @@ class Reward(Task):
     def rows(
         self, config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, think: ThinkTokens | None
     ) -> TaskRows:
+        check_text_end(config, mapped, tokenizer, self.asked)
         return UnpaddedRows(self.pad_ids)
 
     def identity(self, config: RunConfig) -> dict[str, Any]:

@@ -29,6 +29,12 @@ def tokenizer_config(folder: Path) -> Json:
     return config if _DECLARED in config else config | read_json(folder / "special_tokens_map.json")
 
 
+def has_code(config: Json) -> bool:
+    """Whether it names a tokenizer class of the folder's own code."""
+    named = config.get("auto_map")
+    return isinstance(named, dict) and bool(named.get("AutoTokenizer"))
+
+
 def special_tokens(config: Json) -> dict[str, Any]:
     """bos_token, eos_token and so on as plain strings, which templates can use."""
     found: dict[str, Any] = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}

@@ -21,7 +21,7 @@ from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, TokenizerFails
 from batchspec.process.refusals import is_panic
 from batchspec.text.chat_templates import CONTINUED, ChatTemplates, template_sources
-from batchspec.text.special_tokens import add_declared, special_tokens, tokenizer_config
+from batchspec.text.special_tokens import add_declared, has_code, special_tokens, tokenizer_config
 from batchspec.text.template_process import Limit
 from batchspec.text.text_bytes import LongText, text_bound
 from batchspec.text.text_growth import added_problem, growth_problem
@@ -68,7 +68,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = tokenizer_config(folder)
-        self._variables = special_tokens(config)
+        self._variables, self._adds_eos, self._has_code = special_tokens(config), config.get("add_eos_token"), has_code(config)
         added_later = add_declared(self._tokenizer, folder, config, self._variables)
         self._bound = text_bound(json.loads(self._tokenizer.to_str()) if added_later else facts)
         sources = template_sources(folder, config, chat_template)
@@ -116,6 +116,15 @@ class Tokenizer:
         own, whole = self._encoded("a", special=False), self._encoded("a", special=True)
         begin = next(i for i in range(len(whole) - len(own) + 1) if whole[i : i + len(own)] == own)
         return whole[begin + len(own) :]
+
+    @property
+    def end_problem(self) -> str:
+        """Why transformers may end a text with other ids than `encode`; empty if nothing speaks for it."""
+        if self._has_code:
+            return "tokenizer_config.json names code of the folder for its tokenizer (auto_map), which batchspec never runs"
+        if self._adds_eos and not self.added_at_end:
+            return "tokenizer_config.json has add_eos_token=true, and tokenizer.json adds no EOS"
+        return ""
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a part of a text, without added BOS or other special tokens."""

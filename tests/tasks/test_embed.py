@@ -183,6 +183,12 @@ def test_the_default_prompt_of_the_checkpoint_is_used(tmp_path: Path) -> None:
     assert found["prompt_ids"].to_list() == plain["prompt_ids"].to_list()
 
 
+    none = batchspec.generate({"prompt": ["a river"]}, overrides=[*keys, "input.prompt_name=''"])
+    bare = Tokenizer.from_file(str(model / "tokenizer.json")).encode("a river").ids
+    assert none["prompt_ids"].to_list() == [bare]
+    assert found["prompt_ids"].to_list() != [bare]
+
+
 @pytest.mark.parametrize("spare", [0, 1 << 22])
 def test_what_is_too_long_is_cut_at_its_end_and_keeps_the_token_after_it(model: Path, spare: int) -> None:
     """Also a text so long that its end is never tokenised; given ids have no token after them."""
@@ -207,6 +213,66 @@ def test_the_length_of_the_checkpoints_files_is_the_limit_of_rows(tmp_path: Path
     write(model / "sentence_bert_config.json", {"max_seq_length": given, "do_lower_case": False})
     found = batchspec.generate({"prompt": ["words " * 500]}, overrides=[f"model.path={model}", "output.prompt_ids=true"])
     assert len(found["prompt_ids"][0]) == min(given or 9999, load_spec(model).max_len)
+
+
+@pytest.mark.parametrize("modules", [True, False])
+@pytest.mark.parametrize(("of_tokenizer", "of_files", "length"), [
+    (9, None, 9), (9.0, None, 9), (9, 12, 12), (10**30, None, 256), (1e30, None, 256), (9999, None, 256), ("x", None, 256),
+])
+def test_the_length_of_the_tokenizer_counts_where_those_files_say_nothing(
+    tmp_path: Path, of_tokenizer: Any, of_files: int | None, length: int, modules: bool
+) -> None:
+    """As in sentence-transformers, where transformers' value for none is 1e30."""
+    model = embedder(tmp_path / "model", pooling=LAST if modules else None)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    write(model / "tokenizer_config.json", {**config, "model_max_length": of_tokenizer})
+    if modules:
+        write(model / "sentence_bert_config.json", {"max_seq_length": of_files})
+    elif of_files is not None:
+        length = 9
+    keys = [f"model.path={model}", "task=embed", "output.prompt_ids=true"]
+    found = batchspec.generate({"prompt": ["words " * 500]}, overrides=keys)
+    assert len(found["prompt_ids"][0]) == length
+    assert len(batchspec.generate({"prompt": ["words " * 500]}, overrides=[*keys, "model.max_len=20"])["prompt_ids"][0]) == 20
+
+
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("auto_map", {"AutoTokenizer": ["tokenization_x.Fast", None]}, r"names code of the folder for its tokenizer \(auto_map\)"),
+    ("add_eos_token", True, "has add_eos_token=true, and tokenizer.json adds no EOS"),
+])
+def test_a_tokenizer_that_may_end_texts_otherwise_is_refused(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    """The state of its last token would be another one. Ids and chats do not depend on it, nor do answers."""
+    model = make_tokenizer(make_checkpoint(tmp_path / "model", "qwen3"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    write(model / "tokenizer_config.json", {**config, key: value})
+    words = [f"model.path={model}", "task=embed"]
+    with pytest.raises(ConfigError, match=f"task=embed reads the end of texts, and tokenizer_config.json {said}"):
+        batchspec.generate({"prompt": ["a"]}, overrides=words)
+    assert batchspec.generate({"prompt_ids": [[5, 6]]}, overrides=words)["error"][0] is None
+    chat = [{"role": "user", "content": "Who?"}]
+    assert batchspec.generate({"messages": [chat]}, overrides=words)["error"][0] is None
+    assert batchspec.generate({"prompt": ["a"]}, overrides=[words[0], "decode.max_new_tokens=2"])["error"][0] is None
+
+
+def test_a_tokenizer_that_adds_the_eos_it_is_said_to_add_is_taken(tmp_path: Path) -> None:
+    model = embedder(tmp_path / "model", pooling=LAST)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    write(model / "tokenizer_config.json", {**config, "add_eos_token": True})
+    assert batchspec.generate({"prompt": ["a"]}, overrides=[f"model.path={model}"])["error"][0] is None
+
+
+def test_the_first_values_have_the_direction_and_the_length_of_sentence_transformers(tmp_path: Path) -> None:
+    """Which normalises (if Normalize is a module), cuts, and normalises again (normalize_embeddings)."""
+    for normalise in (True, False):
+        model = embedder(tmp_path / str(normalise), pooling=LAST, normalise=normalise)
+        keys = [f"model.path={model}", "output.prompt_ids=true"]
+        whole, cut = (
+            batchspec.generate({"prompt": ["some text"]}, overrides=[*keys, *more]) for more in ([], ["output.embedding_dim=10"])
+        )
+        first = whole["embedding"].to_numpy()[:, :10]
+        own = first / np.linalg.norm(first) if normalise else first
+        np.testing.assert_allclose(cut["embedding"].to_numpy(), own, atol=1e-6)
+        assert (abs(np.linalg.norm(whole["embedding"].to_numpy()) - 1) < 1e-6) == normalise
 
 
 def test_blanks_around_a_text_change_nothing(model: Path) -> None:
