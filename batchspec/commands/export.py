@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--where", metavar="SQL", help="rows to write: a condition over the output's columns, \"kind = 'math'\"")
     parser.add_argument("--score", metavar="SQL", help="number of a row; the best row of each request is written, or the pair")
     parser.add_argument(
-        "--join", metavar="FILE", type=Path, help=".parquet or .jsonl: request_id, sample_index and more columns, such as scores"
+        "--join", metavar="FILE",
+        help=".parquet or .jsonl: request_id, sample_index and more columns, such as scores; or folder of a job that scored OUT",
     )
     parser.add_argument("--keep", metavar="COLUMNS", action="append", help="columns to write too, comma-separated")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import polars as pl
 
+from batchspec.data.dataset.job_file import prefix_of
 from batchspec.data.dataset.row_expressions import RowExpression, said_of
+from batchspec.data.runstate.finished_job import FinishedJob
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.scan import scanning
 from batchspec.errors import InputError
 from batchspec.process.local_files import fault_of
 from batchspec.records import ANSWERED
+from batchspec.tasks.registry import saved_task
 
 KEY = ["row_index", "sample_index"]
 ROW_ID = ["request_id", "sample_index"]
@@ -33,6 +36,8 @@ _ADVICE = {
     NO_CHAT: "a row has messages if its prompt was a chat or text",
 }
 """Reason for which rows are left out -> what to do if no row is written."""
+SCORE_COLUMNS = frozenset({"score", "scores", "choice_probs", "prompt_logprob_sum"})
+"""Columns of a job that scores, one of which its task writes, which are joined."""
 READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {".parquet": pl.read_parquet, ".jsonl": pl.read_ndjson}
 
 
@@ -43,7 +48,8 @@ class Wish:
     statuses: Collection[str]
     where: str | None = None
     score: str | None = None
-    join: Path | None = None
+    join: str | None = None
+    """A file, or the folder of a job over the output."""
     pairs: bool = False
     """Of each request the best and the worst row by the score; else, with a score, the best."""
     one_each: bool = False
@@ -75,10 +81,10 @@ def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> Pick
     Memory grows with the job: by a few numbers a row, and by the columns that the expressions name. Raises ConfigError for an
     expression that cannot be computed, InputError for a file that cannot be joined, StorageError.
     """
-    joined = None if wish.join is None else _joined(wish.join)
     every = output.scan(shards)
     with scanning(output.path):
         own = list(every.collect_schema())
+    joined = None if wish.join is None else _joined(wish.join, own)
     names = [*own, *(name for name in (joined.columns if joined is not None else ()) if name not in ROW_ID)]
     if joined is not None and (twice := [name for name in joined.columns if name in own and name not in ROW_ID]):
         raise InputError(f"--join {wish.join}: the output has a column {twice[0]!r} too; rename it in the file")
@@ -147,16 +153,22 @@ def _best(rows: pl.DataFrame, wish: Wish, left_out: dict[str, int]) -> pl.DataFr
     return pairs
 
 
-def _joined(path: Path) -> pl.DataFrame:
-    """The file to join. Raises InputError."""
-    reader = READERS.get(path.suffix)
+def _joined(path: str, own: Sequence[str]) -> pl.DataFrame:
+    """The rows to join. own: columns of the output. Raises InputError, and for a job OutputError and StorageError."""
+    reader = READERS.get(Path(path).suffix)
     if reader is None:
-        raise InputError(f"--join {path}: not {' or '.join(READERS)}; give such a file with {' and '.join(ROW_ID)}")
-    try:
-        rows = reader(path)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        where = f"--join {path}"
-        raise fault_of(error, where, InputError(f"{where}: cannot be read ({said_of(error)})")) from None
+        if "://" not in path and not Path(path).is_dir():
+            raise InputError(
+                f"--join {path}: not {' or '.join(READERS)}, and no folder of a job; give such a file with "
+                f"{' and '.join(ROW_ID)}"
+            )
+        rows = _of_job(path, own)
+    else:
+        try:
+            rows = reader(Path(path))
+        except (pl.exceptions.PolarsError, OSError) as error:
+            where = f"--join {path}"
+            raise fault_of(error, where, InputError(f"{where}: cannot be read ({said_of(error)})")) from None
     if missing := [name for name in ROW_ID if name not in rows.columns]:
         raise InputError(
             f"--join {path}: no column {missing[0]!r}; a line is joined to the output row with its {' and '.join(ROW_ID)}"
@@ -168,7 +180,28 @@ def _joined(path: Path) -> pl.DataFrame:
     return rows
 
 
-def _with_columns(rows: pl.DataFrame, joined: pl.DataFrame, path: Path | None) -> pl.DataFrame:
+def _of_job(folder: str, own: Sequence[str]) -> pl.DataFrame:
+    """The scores of a finished job that read this output (input.from_job), by the rows of this output."""
+    judge = FinishedJob(folder, "--join")
+    answers = judge.config.get("input", {}).get("from_job")
+    scored = sorted(SCORE_COLUMNS & saved_task(judge.config).columns)
+    if not answers or not scored:
+        raise InputError(
+            f"--join {folder}: not a job that scores answers of another one; run one with input.from_job and task=reward, or "
+            "decode.score"
+        )
+    prefix = prefix_of(answers, own)
+    with scanning(folder):
+        rows = OutputFolder(folder).scan()
+        names = [f"{prefix}{name}" for name in ROW_ID]
+        if missing := [name for name in names if name not in rows.collect_schema()]:
+            raise InputError(f"--join {folder}: no column {missing[0]!r}, which names the answers' rows; keep it in that job")
+        found = rows.select(*(pl.col(name).alias(own) for name, own in zip(names, ROW_ID, strict=True)), *scored).collect()
+    judge.check_unchanged()
+    return found
+
+
+def _with_columns(rows: pl.DataFrame, joined: pl.DataFrame, path: str | None) -> pl.DataFrame:
     found = rows.join(
         joined.with_columns(pl.lit(value=True).alias("batchspec.there")), on=ROW_ID, how="left", maintain_order="left"
     )

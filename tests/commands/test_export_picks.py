@@ -135,7 +135,7 @@ def test_it_is_said_which_rows_a_condition_and_a_score_leave_out(tmp_path: Path,
         (["--keep", "completion"], "trainers read it as one of another format"),
         (["--keep", "score", "--score", "sample_index"], "has a column of that name"),
         (["--keep", "raw"], "it holds bytes"),
-        (["--join", "x.csv"], "--join x.csv: not .parquet or .jsonl"),
+        (["--join", "x.csv"], "--join x.csv: not .parquet or .jsonl, and no folder of a job"),
         (["--join", "nowhere.jsonl"], "--join nowhere.jsonl: cannot be read"),
     ],
 )

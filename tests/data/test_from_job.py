@@ -122,8 +122,7 @@ def test_pairs_are_exported_by_the_probability_that_a_judge_gave_as_the_page_say
     problem = capsys.readouterr().err.splitlines()[-1]
     assert "no.jsonl is not written: all rows of out/judged are left out (12 of requests without a better" in problem
     section = PAGE.read_text(encoding="utf-8").split("\n## The answers of an earlier job\n")[1].split("\n## ")[0]
-    _, python, bash = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
-    exec(python, {"pl": pl})
+    _, bash = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
     assert cli.main([*shlex.split(bash)[1:], "--status", "truncated"]) == 0
     judged, pairs = output("out/judged"), pl.read_ndjson("pairs.jsonl").sort("request_id")
     assert pairs["request_id"].to_list() == ["q0", "q1", "q2"]

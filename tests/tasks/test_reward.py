@@ -161,6 +161,39 @@ def test_answers_of_an_earlier_job_are_scored(model: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.second
+def test_the_best_and_the_worst_answer_by_a_reward_are_exported_as_a_pair(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--join takes the folder of the job that scored them, and finds the rows by the names that input.from_job gave them."""
+    writer = make_tokenizer(make_checkpoint(tmp_path / "writer", "llama"), chat_template=CHAT_TEMPLATE)
+    pl.DataFrame({"id": ["a", "b"], "messages": [CHAT[:1]] * 2}).write_parquet(tmp_path / "in.parquet")
+    first = [f"model.path={writer}", f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/answers", "draft=none"]
+    assert run.main([*first, "decode.max_new_tokens=6", "decode.temperature=1", "decode.n=3"]) == 0
+    judge = [f"model.path={model}", f"input.from_job={tmp_path}/answers", f"output.dir={tmp_path}/judged", "task=reward"]
+    words = ["export", f"{tmp_path}/answers", "--to", "preference", "--join", f"{tmp_path}/judged", "--status", "ok,truncated"]
+    words += ["--score", "scores[1]->'score'", f"{tmp_path}/pairs.parquet"]
+    assert cli(words) == 2
+    assert "not .parquet or .jsonl, and no folder of a job" in capsys.readouterr().err
+    assert run.main(judge) == 0
+    assert cli(words) == 0
+    pairs = pl.read_parquet(tmp_path / "pairs.parquet")
+    scored = pl.read_parquet(tmp_path / "judged/data/*.parquet").with_columns(
+        score=pl.col("scores").list.get(0).struct.field("score").cast(pl.Float64)
+    )
+    assert pairs["request_id"].to_list() == ["a", "b"]
+    for pair in pairs.to_dicts():
+        own = scored.filter(answers_request_id=pair["request_id"]).sort("score").to_dicts()
+        assert pair["prompt"] == CHAT[:1]
+        for side, row in (("chosen", own[-1]), ("rejected", own[0])):
+            assert pair[f"score_{side}"] == row["score"]
+            assert pair[side] == [{"role": "assistant", "content": row["answers_completion"]}]
+    words[words.index("--join") + 1] = f"{tmp_path}/answers"
+    words[-1] = f"{tmp_path}/other.parquet"
+    assert cli(words) == 2
+    assert "not a job that scores answers of another one; run one with input.from_job and task=reward" in capsys.readouterr().err
+
+
+@pytest.mark.second
 def test_a_lost_run_is_continued_and_the_commands_know_the_job(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
