@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import pytest
 
+import batchspec
 from batchspec.records import Completion
 from batchspec.warm.conversations import Turn
+from tests.helpers.models import make_classifier, make_tokenizer
 from tests.helpers.runs import make_model
 
 pytestmark = pytest.mark.second
@@ -94,3 +98,18 @@ def test_best_of_n_keeps_the_answer_with_the_highest_score(options: list[str]) -
     loop.score_of = lambda text: next(scores)
     found = loop.run([*options, "decode.n=4"], ["Q1", "Q2"])
     assert found.select("row_index", "sample_index", "score", "turn").rows() == [(0, 1, 9, 0), (1, 1, 5, 0)]
+
+
+def test_best_of_n_takes_the_scores_of_a_reward_model_if_one_is_given(options: list[str], tmp_path: Path) -> None:
+    """Which reads each chat with its answer, also one that was cut off."""
+    loop = load("best_of_n")
+    reward = make_tokenizer(make_classifier(tmp_path / "reward", "llama", {0: "good", 1: "other"}))
+    found = loop.run([*options, "decode.n=4", f"reward={reward}"], ["Q1", "Q2"])
+    with batchspec.Engine([*loop.OPTIONS, *options, "decode.n=4"]) as engine:
+        answers = engine.generate([{"messages": [{"role": "user", "content": text}]} for text in ("Q1", "Q2")])
+    chats = answers["messages"].to_list()
+    scores = batchspec.generate({"messages": chats}, overrides=[f"model.path={reward}"])["scores"].to_list()
+    rated = answers.with_columns(score=pl.Series([row[0]["score"] for row in scores]))
+    best = rated.group_by("row_index").agg(pl.all().sort_by("score").last()).sort("row_index")
+    assert found.select("row_index", "completion").equals(best.select("row_index", "completion"))
+    np.testing.assert_allclose(found["score"], best["score"], atol=1e-4)
