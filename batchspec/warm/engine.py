@@ -52,6 +52,7 @@ from batchspec.warm.loading import load, open_warm
 from batchspec.warm.options import warm_config
 from batchspec.warm.ranks import EngineOfRanks
 from batchspec.warm.stream import Stream
+from batchspec.warm.tasks import Part, open_part
 from batchspec.warm.weights import check_scales, written
 
 KEYS = "batchspec.Engine"
@@ -85,6 +86,8 @@ class Engine:
         self._open_model = open_model(config)
         self._opened = opened = open_warm(self._model)
         self._loaded: LoadedEngine[BatchEngine | EngineOfRanks] | None = None
+        self._other: tuple[str, Part] | None = None
+        """The task of the last call that gave one, as text, and what that call needed."""
         self._loaded = load(opened) if config.cluster.tensor_parallel == 1 else LoadedEngine(EngineOfRanks(config), opened)
 
     @property
@@ -116,18 +119,35 @@ class Engine:
         return self._usable.totals
 
     @explains_arguments("Engine.generate", KEYS)
-    def generate(self, data: Any) -> pl.DataFrame:
+    def generate(self, data: Any, *, task: str | Options | None = None) -> pl.DataFrame:
         """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
 
         data  a table, a list of dictionaries, of texts or of chats; the columns of a job's input; or a `JobOutput`
-        Raises InputError and ConfigError for a table that a job would refuse.
+        task  another one than the engine's, for this call: "rerank", "embed", or keys, {"decode.score": "choices",
+              "decode.choice": ["yes", "no"]}. It reads the same weights, and has K/V pages of its own: on a GPU leave memory for
+              them by packing.memory_gb
+        Raises InputError and ConfigError for a table that a job would refuse, and for a task that needs other weights.
         """
-        table, named = self._rows(data)
+        part = self._part(task)
+        table, named = self._rows(data, part)
         if not table.num_rows:
-            return self._no_rows(table)
-        call = self._call(table, named, samples=True)
-        with self._exclusive(call) as engine:
+            return empty_frame(part.model, table, part.opened.admission)
+        call = self._call(table, named, part, samples=True)
+        with self._exclusive(call, part) as engine:
             return call.frame(list(call.run(engine)))
+
+    def _part(self, task: str | Options | None) -> Part:
+        """What a call with this task needs. Raises as `generate`, and EngineInUse while another call runs."""
+        own = Part(model=self._model, opened=self._opened, loaded=self._usable)
+        if task is None:
+            return own
+        other = self._other
+        if other is None or other[0] != repr(task):
+            with self._exclusive():
+                other = self._other = None  # its memory first
+                gc.collect()
+                other = self._other = repr(task), open_part(own, task)
+        return other[1]
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The same for Arrow tables: what `map_batches` of Ray Data calls, with batch_format="pyarrow"."""
@@ -139,11 +159,12 @@ class Engine:
 
         Raises as `generate`; EngineInUse when iteration begins.
         """
-        table, named = self._rows(data)
+        part = self._part(None)
+        table, named = self._rows(data, part)
         if not table.num_rows:
             self._no_rows(table)
             return Stream((_ for _ in ()), lambda: None)
-        call = self._call(table, named, samples=True)
+        call = self._call(table, named, part, samples=True)
         stream = Stream(self._completions(call), call.cancelled.set)
         call.stream = weakref.ref(stream)
         return stream
@@ -164,10 +185,11 @@ class Engine:
         """
         if not (task := task_of(self._model.config)).decodes:
             raise ConfigError(f"{task.asked} writes no answers, which a conversation needs; make another engine")
-        table, named = self._rows(data)
+        part = self._part(None)
+        table, named = self._rows(data, part)
         if not table.num_rows:
             return with_turns(self._no_rows(table), [])
-        conversations = Conversations(self._call(table, named), next_turn, threads)
+        conversations = Conversations(self._call(table, named, part), next_turn, threads)
         with self._exclusive(conversations.call) as engine:
             return conversations.frame(engine)
 
@@ -181,7 +203,7 @@ class Engine:
         Raises CheckpointError for other names, shapes or configurations, before anything is changed.
         """
         with self._exclusive(loads=True) as loaded, ExitStack() as stack:
-            engine = loaded.engine
+            engine, self._other = loaded.engine, None  # K/V of the other task are of the old weights too
             if isinstance(engine, EngineOfRanks):
                 given = stack.enter_context(self._folder_of(weights))
                 engine.rewrite(given, is_checkpoint=not isinstance(weights, Mapping))
@@ -239,7 +261,7 @@ class Engine:
         with self._in_use:
             if self._loaded is not None and isinstance(self._loaded.engine, EngineOfRanks):
                 self._loaded.engine.close()
-            self._loaded = None
+            self._loaded = self._other = None
         gc.collect()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -250,20 +272,21 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _rows(self, data: Any) -> tuple[pa.Table, Mapping[str, str | None] | None]:
+    def _rows(self, data: Any, part: Part) -> tuple[pa.Table, Mapping[str, str | None] | None]:
         """The rows of a call; and input.columns, if it is not the engine's. Raises InputError and ConfigError."""
-        config = self._model.config
         if not isinstance(data, JobOutput):
-            return table_of(data, self._opened.admission.templates.no_rows), None
-        rows = open_output(data, config)
+            return table_of(data, part.opened.admission.templates.no_rows), None
+        rows = open_output(data, part.model.config)
         self._note(rows.note)
         (shard,) = rows.source.shards(rows.source.num_rows)
         return shard.table, rows.input.columns
 
-    def _call(self, table: pa.Table, named: Mapping[str, str | None] | None, *, samples: bool = False) -> Call:
+    def _call(
+        self, table: pa.Table, named: Mapping[str, str | None] | None, part: Part, *, samples: bool = False
+    ) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
-        call = Call(self._model, self._opened, table, named)
-        for _, note in input_notes(call.job.config, call.job.admission, call.job.source, self._opened.tokenizer):
+        call = Call(part.model, part.opened, table, named)
+        for _, note in input_notes(call.job.config, call.job.admission, call.job.source, part.opened.tokenizer):
             self._note(note)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
@@ -289,16 +312,19 @@ class Engine:
         return self._loaded
 
     @contextmanager
-    def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[LoadedEngine[BatchEngine | EngineOfRanks]]:
-        """Within this block the engine serves this call only. Raises EngineInUse if it is not free, and as `_usable`."""
+    def _exclusive(
+        self, call: Call | None = None, part: Part | None = None, *, loads: bool = False
+    ) -> Iterator[LoadedEngine[BatchEngine | EngineOfRanks]]:
+        """Within this block the engine, or its part of the call's task, serves this call only. Raises EngineInUse if it is not
+        free, and as `_usable`."""
         self._own.check("this engine")  # a fork has a copy of the lock
         if not self._in_use.acquire(blocking=False):
             raise EngineInUse("a call is running or a stream is open; finish or close it: an engine does one call at a time")
         try:
             if self._half_loaded and not loads:
                 raise EngineInUse("load_weights failed half-way, and the weights are of two models; load some again")
-            self._running = call
-            yield self._usable
+            self._running, usable = call, self._usable
+            yield usable if part is None else part.loaded
         finally:
             self._running = None
             self._in_use.release()

@@ -460,7 +460,7 @@ TAKEN_BY_ENGINE = "which batchspec.Engine takes for all rows"
         ),
         (
             lambda engine: engine.generate(["a"], {"n": 2}),
-            "Engine.generate: too many positional arguments; it takes data, and batchspec.Engine takes the keys of a job",
+            "Engine.generate: too many positional arguments; it takes data, task, and batchspec.Engine takes the keys of a job",
         ),
         (
             lambda engine: engine.converse(["a"], lambda turn: None, thread=4),

@@ -69,8 +69,7 @@ def load_engine(
     defers_text  leave the decoding of text to the maker of the table (`Completion.num_undecoded`)
     most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown
     """
-    config = job.config
-    dtype = dtype_name(job.dtype)
+    config, dtype = job.config, dtype_name(job.dtype)
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
@@ -94,6 +93,22 @@ def load_engine(
         if lead is not None and target.all_kv_scales is not None:
             lead.send(Scales(target.all_kv_scales.tolist()))
         progress.phase(f"K and V in e4m3, scales {source}")
+    return _engine_of(
+        job, target, weights, demand, progress, survey, lead=lead, defers_text=defers_text, most_rounds=most_rounds
+    )
+
+
+def build_beside(job: Job, target: Target, demand: Demand, progress: ProgressBar, survey: Survey) -> Engine:
+    """As `load_engine`, of a job that decodes nothing, with the weights of an engine that is in use already."""
+    return _engine_of(job, target, None, demand, progress, survey)
+
+
+def _engine_of(
+    job: Job, target: Target, weights: Any, demand: Demand, progress: ProgressBar, survey: Survey, *, lead: Lead | None = None,
+    defers_text: bool = False, most_rounds: int | None = None,
+) -> Engine:
+    """The engine of a job with its weights, as `load_engine`. weights: the drafter's"""
+    config = job.config
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(

@@ -13,9 +13,10 @@ from typing import Generic, Protocol, TypeVar
 
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.job.load.build import load_engine
+from batchspec.job.load.build import build_beside, load_engine
 from batchspec.job.prepare import Job
 from batchspec.job.report.progress_bar import ProgressBar
+from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import Demand
 from batchspec.packing.survey import Survey
@@ -55,12 +56,17 @@ class LoadedEngine(Generic[E_co]):
         return LoadedEngine(engine, job)
 
     @staticmethod
-    def load_warm(job: Job, demand: Demand) -> LoadedEngine[Engine]:
+    def load_warm(job: Job, demand: Demand, *, target: Target | None = None) -> LoadedEngine[Engine]:
         """Load an engine that stays for one call after another: prefixes are found by later calls, and completions have texts.
 
-        job  without rows
+        job     without rows
+        target  of another engine, whose weights a job without drafts reads too; None: they are loaded
         """
-        engine = load_engine(job, demand, ProgressBar(0), Survey(shares_prefix=job.config.decode.n > 1))
+        survey, progress = Survey(shares_prefix=job.config.decode.n > 1), ProgressBar(0)
+        if target is None:
+            engine = load_engine(job, demand, progress, survey)
+        else:
+            engine = build_beside(job, target, demand, progress, survey)
         engine.keeps_prefixes = True
         return LoadedEngine(engine, job)
 
