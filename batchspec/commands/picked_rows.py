@@ -13,6 +13,7 @@ from pathlib import Path
 import polars as pl
 
 from batchspec.data.dataset.job_file import prefix_of
+from batchspec.data.dataset.job_rows import open_job_files
 from batchspec.data.dataset.row_expressions import RowExpression, said_of
 from batchspec.data.runstate.finished_job import FinishedJob
 from batchspec.data.runstate.output_folder import OutputFolder
@@ -84,10 +85,11 @@ def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> Pick
     every = output.scan(shards)
     with scanning(output.path):
         own = list(every.collect_schema())
-    joined = None if wish.join is None else _joined(wish.join, own)
+    joined = None if wish.join is None else _joined(wish.join, output, own)
     names = [*own, *(name for name in (joined.columns if joined is not None else ()) if name not in ROW_ID)]
     if joined is not None and (twice := [name for name in joined.columns if name in own and name not in ROW_ID]):
-        raise InputError(f"--join {wish.join}: the output has a column {twice[0]!r} too; rename it in the file")
+        instead = "rename it in the file" if Path(str(wish.join)).suffix in READERS else "join a file with it under another name"
+        raise InputError(f"--join {wish.join}: the output has a column {twice[0]!r} too; {instead}")
     asked = {option: text for option, text in (("--where", wish.where), ("--score", wish.score)) if text is not None}
     made = {option: RowExpression(text, f"{option} {text}", names) for option, text in asked.items()}
     needed = dict.fromkeys([*ROW_ID, "row_index", "status", *(name for one in made.values() for name in one.names)])
@@ -153,7 +155,7 @@ def _best(rows: pl.DataFrame, wish: Wish, left_out: dict[str, int]) -> pl.DataFr
     return pairs
 
 
-def _joined(path: str, own: Sequence[str]) -> pl.DataFrame:
+def _joined(path: str, output: OutputFolder, own: Sequence[str]) -> pl.DataFrame:
     """The rows to join. own: columns of the output. Raises InputError, and for a job OutputError and StorageError."""
     reader = READERS.get(Path(path).suffix)
     if reader is None:
@@ -162,7 +164,7 @@ def _joined(path: str, own: Sequence[str]) -> pl.DataFrame:
                 f"--join {path}: not {' or '.join(READERS)}, and no folder of a job; give such a file with "
                 f"{' and '.join(ROW_ID)}"
             )
-        rows = _of_job(path, own)
+        rows = _of_job(path, output, own)
     else:
         try:
             rows = reader(Path(path))
@@ -180,7 +182,7 @@ def _joined(path: str, own: Sequence[str]) -> pl.DataFrame:
     return rows
 
 
-def _of_job(folder: str, own: Sequence[str]) -> pl.DataFrame:
+def _of_job(folder: str, output: OutputFolder, own: Sequence[str]) -> pl.DataFrame:
     """The scores of a finished job that read this output (input.from_job), by the rows of this output."""
     judge = FinishedJob(folder, "--join")
     answers = judge.config.get("input", {}).get("from_job")
@@ -190,6 +192,7 @@ def _of_job(folder: str, own: Sequence[str]) -> pl.DataFrame:
             f"--join {folder}: not a job that scores answers of another one; run one with input.from_job and task=reward, or "
             "decode.score"
         )
+    _check_read(judge, folder, output)
     prefix = prefix_of(answers, own)
     with scanning(folder):
         rows = OutputFolder(folder).scan()
@@ -199,6 +202,19 @@ def _of_job(folder: str, own: Sequence[str]) -> pl.DataFrame:
         found = rows.select(*(pl.col(name).alias(own) for name, own in zip(names, ROW_ID, strict=True)), *scored).collect()
     judge.check_unchanged()
     return found
+
+
+def _check_read(judge: FinishedJob, folder: str, output: OutputFolder) -> None:
+    """Raises InputError unless the judge read the files that this output has now: ids alone are also those of another job with
+    the same input, and of answers before a retry. Of an output that was extended since, it read some."""
+    answers = FinishedJob(output.path, "OUT")
+    present = {(file.name, file.digest) for file in open_job_files(answers.files)}
+    if other := next((file.name for file in judge.read_files if (file.name, file.digest) not in present), None):
+        raise InputError(
+            f"--join {folder}: its scores are of another job's answers or of older ones, as it read another {other}; judge those "
+            f"of {output.path} in a new output.dir"
+        )
+    answers.check_unchanged()
 
 
 def _with_columns(rows: pl.DataFrame, joined: pl.DataFrame, path: str | None) -> pl.DataFrame:

@@ -187,10 +187,46 @@ def test_the_best_and_the_worst_answer_by_a_reward_are_exported_as_a_pair(
         for side, row in (("chosen", own[-1]), ("rejected", own[0])):
             assert pair[f"score_{side}"] == row["score"]
             assert pair[side] == [{"role": "assistant", "content": row["answers_completion"]}]
-    words[words.index("--join") + 1] = f"{tmp_path}/answers"
     words[-1] = f"{tmp_path}/other.parquet"
+    (tmp_path / "answers").rename(tmp_path / "moved")
+    words[1] = f"{tmp_path}/moved"
+    assert cli(words) == 0, "the folder may have another place by now"
+    words[words.index("--join") + 1], words[-1] = f"{tmp_path}/moved", f"{tmp_path}/third.parquet"
     assert cli(words) == 2
     assert "not a job that scores answers of another one; run one with input.from_job and task=reward" in capsys.readouterr().err
+
+
+@pytest.mark.second
+def test_scores_of_other_answers_are_not_joined(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids are those of the input: another job has them too, and so has this one before a retry."""
+    writer = make_tokenizer(make_checkpoint(tmp_path / "writer", "llama"), chat_template=CHAT_TEMPLATE)
+    rows = pl.DataFrame({"id": ["a", "b"], "messages": [CHAT[:1]] * 2})
+    rows.write_parquet(tmp_path / "in.parquet")
+    rows.with_columns(scores=0.5).write_parquet(tmp_path / "scored.parquet")
+    common = [f"model.path={writer}", "draft=none", "decode.temperature=1", "decode.n=2"]
+    first = [*common, f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/x/answers", "decode.max_new_tokens=6"]
+    other = [word.replace("/x/", "/y/") for word in first]
+    assert run.main(first) == run.main([*other, "decode.seed=7"]) == 0
+    judge = [f"model.path={model}", f"input.from_job={tmp_path}/x/answers", f"output.dir={tmp_path}/judged", "task=reward"]
+    assert run.main(judge) == 0
+
+    def exported(folder: str, judged: str = "judged") -> int:
+        words = ["export", f"{tmp_path}/{folder}/answers", "--to", "chat", "--join", f"{tmp_path}/{judged}", "--overwrite"]
+        return cli([*words, "--status", "ok,truncated", "--score", "scores[1]->'score'", f"{tmp_path}/best.parquet"])
+
+    assert exported("x") == 0
+    capsys.readouterr()
+    said = "its scores are of another job's answers or of older ones, as it read another "
+    assert exported("y") == 2
+    assert said in capsys.readouterr().err
+    assert run.main([*first, "resume=length", "decode.max_new_tokens=12"]) == 0
+    assert exported("x") == 2
+    assert said in capsys.readouterr().err
+    same = [word.replace("/x/", "/z/").replace("in.parquet", "scored.parquet") for word in first]
+    assert run.main(same) == 0
+    assert run.main([word.replace("/x/", "/z/").replace("judged", "judged_z") for word in judge]) == 0
+    assert exported("z", "judged_z") == 2
+    assert "the output has a column 'scores' too; join a file with it under another name" in capsys.readouterr().err
 
 
 @pytest.mark.second

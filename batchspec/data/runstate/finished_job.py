@@ -33,6 +33,8 @@ class FinishedJob:
             said = f"{self._where} is not finished: {manifest.num_rows - rows:,} of {counted(manifest.num_rows, 'row')} are done"
             raise InputError(f"{said}; finish it: {self._command(ERROR_CHARS - len(said) - 14)}")
         self.config: Mapping[str, Any] = manifest.config
+        self.read_files = manifest.files
+        """The input files that it read."""
         self.files = [f"{path.rstrip('/')}/data/{part_name(index)}" for index in range(manifest.layout.num_shards)]
         """The file of each shard."""
 
