@@ -323,7 +323,11 @@ class Engine:
         try:
             if self._half_loaded and not loads:
                 raise EngineInUse("load_weights failed half-way, and the weights are of two models; load some again")
-            self._running, usable = call, self._usable
+            usable = self._usable
+            others = () if self._other is None else (self._other[1].loaded,)
+            if part is not None and part.loaded not in (usable, *others):
+                raise EngineInUse("another thread changed the weights or the task while this call began; make the call again")
+            self._running = call
             yield usable if part is None else part.loaded
         finally:
             self._running = None

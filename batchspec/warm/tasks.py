@@ -15,9 +15,11 @@ from typing import Any
 from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.draft_schema import DraftConfig
-from batchspec.config.key import ANSWERS, value_of
+from batchspec.config.key import ANSWERS, CHATS, value_of
 from batchspec.config.overrides import Options, overrides_of
+from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.config.schema import KEYS, RunConfig
+from batchspec.data.dataset.columns import PROMPTS
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.job.load.loaded_engine import LoadedEngine
@@ -62,6 +64,12 @@ def task_config(own: RunConfig, task: str | Options) -> RunConfig:
     of_answers = [name for name, declared in KEYS.items() if ANSWERS in declared.applies_to]
     _set(config, usual, [*of_answers, *OF_TASKS])
     config.draft = DraftConfig(name="none")
+    if task_of(given).texts is not None:  # it makes prompts of its own, whatever the engine's are
+        keys_of_chats = [name for name, declared in KEYS.items() if CHATS in declared.applies_to]
+        _set(config, usual, ["input.prompt", "input.chat", *keys_of_chats])
+        of_chats = [name for name, option in ROW_OPTIONS.items() if CHATS in option.declared.applies_to]
+        columns = {name: column for name, column in config.input.columns.items() if name not in (*PROMPTS, *of_chats)}
+        config.input.columns = columns
     _set(config, given, named)
     task_of(config).set_defaults(config)
     check(config, require=("model.path",))

@@ -79,6 +79,40 @@ def test_new_weights_are_those_of_every_task(model: Path, tmp_path: Path) -> Non
     same(after, batchspec.generate(PAIRS, overrides={"model.path": str(other), "task": "rerank"}), "score")
 
 
+def test_weights_that_another_thread_loads_while_a_call_begins_are_not_mixed_with_older_keys_and_values(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefixes that the other task kept are of the weights before."""
+    other = made(tmp_path / "other", seed=7)
+    with batchspec.Engine({"model.path": str(model), "decode.max_new_tokens": 2}) as engine:
+        engine.generate(PAIRS, task="rerank")
+        call = engine._call
+
+        def late(*rest: Any, **named: Any) -> Any:
+            engine.load_weights(other)
+            return call(*rest, **named)
+
+        monkeypatch.setattr(engine, "_call", late)
+        with pytest.raises(EngineInUse, match="another thread changed the weights or the task while this call began"):
+            engine.generate(PAIRS, task="rerank")
+        assert engine.generate(TEXTS).height == 2, "a call of the engine's own task needs no pages but its own"
+        monkeypatch.undo()
+        found = engine.generate(PAIRS, task="rerank")
+    same(found, batchspec.generate(PAIRS, overrides={"model.path": str(other), "task": "rerank"}), "score")
+
+
+def test_an_engine_for_chats_reranks(model: Path) -> None:
+    """The template of the task takes the place of the engine's chats, whose keys a call cannot give."""
+    expected = batchspec.generate(PAIRS, overrides={"model.path": str(model), "task": "rerank"})
+    keys: dict[str, Any] = {"model.path": str(model), "decode.max_new_tokens": 2}
+    for more in (
+        {"input.chat": True, "input.system": "Be brief."}, {"input.prompt": "Say {{ word }}"},
+        {"input.columns.messages": "chat", "input.columns.system": "rules"},
+    ):
+        with batchspec.Engine({**keys, **more}) as engine:
+            same(engine.generate(PAIRS, task="rerank"), expected, "score")
+
+
 def test_a_task_is_dropped_with_the_engine_and_with_the_next_one(model: Path) -> None:
     """Its K/V pages are memory that the next one needs."""
     with batchspec.Engine({"model.path": str(model), "decode.max_new_tokens": 2}) as engine:
