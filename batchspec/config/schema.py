@@ -51,7 +51,8 @@ class ModelConfig:
         None, low=2, advice="give prompt + output tokens, or null for the model's own limit",
         names=("max_model_len", "max_length", "max_seq_len", "context_length"),
     )
-    """Maximum length of a sequence, prompt plus output, in tokens. null is the model's own limit."""
+    """Maximum length of a sequence, prompt plus output, in tokens. null is the model's own limit, and for texts to
+    embed the tokenizer's model_max_length."""
     load_format: str = key("auto", choices=("auto", "dummy"), advanced=True)
     """auto reads the weights; dummy fills them with random numbers, for benchmarks."""
     chat_template: str | None = key(None, applies_to=CHATS, path=True)

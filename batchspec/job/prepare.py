@@ -253,9 +253,9 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     spec = load_spec(model.folder)
     embedding = read_embedding_files(model.folder, asked=config.task == "embed") if may_embed(config, spec.labels) else None
     config, why_task = with_task(
-        config, spec.labels, embedding, has_output=spec.has_output, most_tokens=spec.max_len,
-        text_tokens=text_limit(model.folder),
+        config, spec.labels, embedding, has_output=spec.has_output, most_tokens=spec.max_len
     )
+    embedding = replace(embedding or EmbeddingFiles(), text_tokens=text_limit(model.folder))
     token_ids = answer_ids(model.folder, spec.vocab_size) if task_of(config).reads is Reads.TOKEN_LOGITS else ()
     if task_of(config).needs is Needs.STATES:
         spec = spec.without_output()
@@ -289,7 +289,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     drafter = drafter.of_rank(spec.shard)
     return JobModel(
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter,
-        why_task=why_task, embedding=embedding or EmbeddingFiles(), token_ids=token_ids, group=group,
+        why_task=why_task, embedding=embedding, token_ids=token_ids, group=group,
         adapter=adapter, adapters=adapters,
     )
 

@@ -120,6 +120,11 @@ class Admission:
             tool_form=self._form_name, shared=constraints,
         )
         self._rows_of_task = self.task.rows(config, frozenset(columns.names), tokenizer, self.settings.think)
+        self.length_note = ""
+        """Where the rows have a limit besides the model's: a line about it, for the user."""
+        if (own := self._rows_of_task.limit) is not None and own[0] < self.max_len:
+            self.max_len = own[0]
+            self.length_note = f"prompts have at most {own[0]:,} tokens, as {own[1]} says; model.max_len sets another limit"
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
         self.encoder = PromptEncoder(

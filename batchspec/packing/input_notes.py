@@ -40,6 +40,7 @@ def input_notes(config: RunConfig, admission: Admission, source: Source, tokeniz
     columns, filled = admission.columns, source.filled_by_requests
     notes = [
         ("columns", _unread_columns(config, columns, source)),
+        ("length", admission.length_note),
         ("chat", _chat_note(config, admission, source, tokenizer)),
         ("chat", dropped_note(tokenizer)),
         ("reasoning", _reasoning_note(config, admission, tokenizer)),

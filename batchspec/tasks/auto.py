@@ -17,7 +17,6 @@ def may_embed(config: RunConfig, labels: tuple[str, ...]) -> bool:
 
 def with_task(
     config: RunConfig, labels: tuple[str, ...], embedding: EmbeddingFiles | None, *, has_output: bool, most_tokens: int,
-    text_tokens: int | None = None,
 ) -> tuple[RunConfig, str]:
     """The configuration with the task's name, defaults and pooling if the task is another one than to decode or to score, and why
     task=auto took it; empty if the keys say it, or an answer is decoded.
@@ -26,7 +25,6 @@ def with_task(
     embedding   what its files say about embeddings; None: nothing
     has_output  whether its class has an output matrix
     most_tokens  of a row of the model
-    text_tokens  of a text for its tokenizer; None: any number
     Raises ConfigError for a key that this task excludes, and for a checkpoint without the matrix that the task of the keys needs.
     """
     task, why = task_of(config), ""
@@ -47,9 +45,8 @@ def with_task(
         files = embedding or EmbeddingFiles()
         if config.output.embedding_pooling == "auto":
             config.output.embedding_pooling = "mean" if files.mean else "last"
-        limit = files.max_tokens or text_tokens
-        if config.model.max_len is None and limit is not None:
-            config = replace(config, model=replace(config.model, max_len=min(limit, most_tokens)))
+        if config.model.max_len is None and files.max_tokens is not None:
+            config = replace(config, model=replace(config.model, max_len=min(files.max_tokens, most_tokens)))
     return config, why
 
 

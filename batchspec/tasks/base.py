@@ -76,7 +76,9 @@ class EmbeddingFiles:
     """Names, and the texts that are put before a text."""
     default_prompt: str | None = None
     max_tokens: int | None = None
-    """A longer text is cut; None: at the model's own limit."""
+    """A longer prompt is cut; None: at the model's own limit."""
+    text_tokens: int | None = None
+    """Where they do not say `max_tokens`: at how many tokens the tokenizer cuts a text; None: it cuts none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,8 @@ class TaskRows:
 
     cuts_end: ClassVar[bool] = False
     """Whether a prompt that is too long is cut at its end, without a word; otherwise input.on_overlong says what is done."""
+    limit: tuple[int, str] | None = None
+    """Most tokens of a row, if the model allows more, and who says so, for the user; None: the model does."""
 
     def choices(self, row: Mapping[str, Any]) -> tuple[Choice, ...]:
         """The texts that are to be scored after the row's prompt. Raises BadRow."""
@@ -149,10 +153,14 @@ class TaskRows:
         return prompt_ids
 
 
+def is_text(config: RunConfig, mapped: frozenset[str]) -> bool:
+    """Whether prompts are text, and neither chats nor ids. mapped: as in `Task.rows`"""
+    return ("prompt" in mapped or config.input.prompt is not None) and not config.input.chat and "messages" not in mapped
+
+
 def check_text_end(config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, asked: str) -> None:
     """Raises ConfigError if prompts are text whose end may have other tokens than tokenizer.json gives it. asked: of the task"""
-    is_text = ("prompt" in mapped or config.input.prompt is not None) and not config.input.chat and "messages" not in mapped
-    if is_text and tokenizer is not None and (problem := tokenizer.end_problem):
+    if is_text(config, mapped) and tokenizer is not None and (problem := tokenizer.end_problem):
         raise ConfigError(
             f"{asked} reads the end of texts, and {problem}; have tokenizer.json give the same ids and remove that key, or "
             "give prompt_ids"

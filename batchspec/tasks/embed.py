@@ -20,7 +20,7 @@ from batchspec.config.key import value_of
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.errors import BadRow, ConfigError
 from batchspec.records import Completion
-from batchspec.tasks.base import OF_EMBED, Cells, ModelFacts, Needs, Reads, Task, TaskRows, check_text_end
+from batchspec.tasks.base import OF_EMBED, Cells, ModelFacts, Needs, Reads, Task, TaskRows, check_text_end, is_text
 
 if TYPE_CHECKING:
     from batchspec.text.thinking import ThinkTokens
@@ -35,9 +35,11 @@ class TextRows(TaskRows):
 
     cuts_end = True
 
-    def __init__(self, prompt: str, asked: str | None) -> None:
-        """asked: input.prompt_name, if the prompt is not the checkpoint's default"""
+    def __init__(self, prompt: str, asked: str | None, max_tokens: int | None) -> None:
+        """asked: input.prompt_name, if the prompt is not the checkpoint's default; max_tokens: of the tokenizer"""
         self._prompt, self._asked = prompt, asked
+        if max_tokens is not None:
+            self.limit = max_tokens, "model_max_length of tokenizer_config.json"
 
     def prompt(self, cell: Any, row: Mapping[str, Any]) -> Any:
         """Text after the prompt, without the blanks at both ends, which sentence-transformers drops too; chats and ids, which
@@ -110,12 +112,16 @@ class Embed(Task):
                 f"input.prompt_name={name} is no prompt of the checkpoint (config_sentence_transformers.json): {known}; correct "
                 "or remove the key"
             )
-        return TextRows("" if name is None else prompts[name], asked or None)
+        # Given ids and chats are computed whole: the tokenizer cuts neither.
+        max_tokens = self.model.embedding.text_tokens if config.model.max_len is None and is_text(config, mapped) else None
+        return TextRows("" if name is None else prompts[name], asked or None, max_tokens)
 
     def identity(self, config: RunConfig) -> dict[str, Any]:
         assert self.model is not None
         keys = {key: value_of(config, key) for key in OF_EMBED}
-        return {"task": self.name, "model.embedding": asdict(self.model.embedding), **keys}
+        facts = asdict(self.model.embedding)
+        del facts["text_tokens"]  # a part of the job's model.max_len, where it counts
+        return {"task": self.name, "model.embedding": facts, **keys}
 
     def note(self) -> str:
         assert self.model is not None

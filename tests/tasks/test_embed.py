@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 import batchspec
 from batchspec import run
@@ -24,7 +24,7 @@ from batchspec.engine.features.states import StateValues
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
 from tests.helpers.lost_runs import lost, run_and_lose
-from tests.helpers.models import make_checkpoint, make_tokenizer, needed
+from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer, needed
 
 DIM = 64
 HYBRID = {
@@ -234,6 +234,28 @@ def test_the_length_of_the_tokenizer_counts_where_those_files_say_nothing(
     found = batchspec.generate({"prompt": ["words " * 500]}, overrides=keys)
     assert len(found["prompt_ids"][0]) == length
     assert len(batchspec.generate({"prompt": ["words " * 500]}, overrides=[*keys, "model.max_len=20"])["prompt_ids"][0]) == 20
+
+
+@pytest.mark.second
+def test_the_length_of_the_tokenizer_is_that_of_texts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It cuts neither given ids nor chats, and the user is told at how many tokens it cuts texts."""
+    model = embedder(tmp_path / "model", pooling=LAST)
+    make_tokenizer(model, chat_template=CHAT_TEMPLATE)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    write(model / "tokenizer_config.json", {**config, "model_max_length": 9})
+    keys, ids = [f"model.path={model}", "task=embed", "output.prompt_ids=true"], list(range(5, 25))
+    assert batchspec.generate({"prompt_ids": [ids]}, overrides=keys)["prompt_ids"].to_list() == [ids]
+    chat = [{"role": "user", "content": " ".join(["words"] * 9)}]
+    for rows, more in (({"messages": [chat]}, []), ({"prompt": [chat[0]["content"]]}, ["input.chat=true"])):
+        (found,) = batchspec.generate(rows, overrides=[*keys, *more])["prompt_ids"].to_list()
+        assert found == AutoTokenizer.from_pretrained(model).apply_chat_template(chat, return_dict=False)
+    capsys.readouterr()
+    with batchspec.Engine(keys) as engine:
+        assert engine.generate({"prompt_ids": [ids]})["prompt_ids"].to_list() == [ids]
+        said = "prompts have at most 9 tokens, as model_max_length of tokenizer_config.json says; model.max_len sets another"
+        assert said not in capsys.readouterr().err
+        assert len(engine.generate({"prompt": ["words " * 500]})["prompt_ids"][0]) == 9
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("key", "value", "said"), [
