@@ -5,6 +5,8 @@ A rank has the logits of consecutive tokens, lower ranks those of lower ids. T r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,17 @@ def best_of_ranks(scores: Tensor, ids: Tensor, ranks: Collectives, *, flag_nonfi
     flag_nonfinite  NO_TOKEN if the largest score is not finite
     """
     return ranks.best(scores, ids.int(), flag_nonfinite=flag_nonfinite)
+
+
+def token_logits_of_ranks(logits: Tensor, first: int, token_ids: Sequence[int], ranks: Collectives | None) -> Tensor:
+    """[T, tokens]: the logits of these tokens alone, each from the rank that has it.
+
+    logits  [T, number of this rank's tokens]; first is the id of the first of them
+    """
+    places = [one - first for one in token_ids]
+    zero = logits.new_zeros(len(logits))
+    own = torch.stack([logits[:, place] if 0 <= place < logits.shape[1] else zero for place in places], 1)
+    return own if ranks is None else ranks.gather(own).sum(0)
 
 
 def gather_logits(logits: Tensor, vocab_size: int, ranks: Collectives) -> Tensor:

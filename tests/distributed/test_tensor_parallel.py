@@ -20,6 +20,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
+from batchspec.engine.features.states import token_logits
 from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
 from batchspec.model.decoder import ResidualStream
@@ -397,6 +398,27 @@ def test_the_confidence_of_ranks_is_that_of_all_logits(rows: list[list[float]], 
     clear = ((4 * odds) % 1 - 0.5).abs() < 0.49  # at the edge of two bins, the order of a sum decides
     for own in on_ranks(count, choose):
         assert torch.equal(own[clear], expected[clear])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_logits_of_a_few_tokens_are_exchanged_alone(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever ranks have them; the logits of the whole vocabulary would be much more than `reserve_bytes` holds back."""
+    spec, sizes = replace(tiny_spec(), vocab_size=31), list[int]()
+    hidden = torch.randn(5, spec.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits, ids = whole_of(spec, Loud).logits(hidden), (30, 2)
+    gather = ThreadCollectives.gather
+
+    def counted(ranks: ThreadCollectives, x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return gather(ranks, x)
+
+    def found(ranks: Collectives) -> Tensor:
+        return token_logits(ids, part_of(spec, ranks, Loud), hidden)
+
+    monkeypatch.setattr(ThreadCollectives, "gather", counted)
+    for own in on_ranks(count, found):
+        torch.testing.assert_close(own, logits[:, list(ids)], rtol=1e-12, atol=1e-12)
+    assert set(sizes) == {2 * len(hidden)}
 
 
 def test_a_model_of_ranks_and_its_part_belong_together() -> None:

@@ -31,6 +31,7 @@ from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import Segment
 from batchspec.model.target import Target
+from batchspec.model.vocabulary import token_logits_of_ranks
 from batchspec.packed_batch import SCORED_TOKENS
 from batchspec.records import Completion, RowError
 
@@ -46,10 +47,10 @@ def last_states(target: Target, hidden: Tensor) -> Tensor:
 
 
 def token_logits(token_ids: Sequence[int], target: Target, hidden: Tensor) -> Tensor:
-    """A `ValuesOf` but for its first argument: the logits of these tokens, [N, tokens]. Those of at most SCORED_TOKENS rows are
-    in memory at once."""
-    parts = hidden.split(SCORED_TOKENS) if len(hidden) else (hidden,)
-    return torch.cat([torch.stack([logits[:, one] for one in token_ids], 1) for logits in map(target.all_logits, parts)])
+    """A `ValuesOf` but for its first argument: the logits of these tokens, [N, tokens]. Those of the rank's other tokens, of at
+    most SCORED_TOKENS rows, are in memory at once, and no rank gets any of another one's."""
+    first, parts = target.spec.vocab_part.start, hidden.split(SCORED_TOKENS) if len(hidden) else (hidden,)
+    return torch.cat([token_logits_of_ranks(logits, first, token_ids, target.ranks) for logits in map(target.logits, parts)])
 
 
 class StateFeatures(Features):
