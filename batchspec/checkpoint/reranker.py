@@ -16,20 +16,21 @@ from batchspec.checkpoint.sentence_transformers import MODULES, read_modules
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 
-NO, YES = "no", "yes"
-"""Tokens as Qwen3-Reranker's card names them."""
 _IDS = ("false_token_id", "true_token_id")
 
 
-def answer_ids(folder: Path, vocab_size: int) -> tuple[int, int]:
-    """The ids of the tokens `no` and `yes`. Raises CheckpointError if the folder has none, or says that it scores otherwise."""
+def compared_ids(folder: Path, vocab_size: int, tokens: tuple[str, ...]) -> tuple[int, ...]:
+    """The ids of the tokens that a task compares, `no` and `yes`; (): it compares none. Raises CheckpointError if the folder has
+    no such tokens, or says that it scores otherwise."""
+    if not tokens:
+        return ()
     path = folder / "tokenizer.json"
     if not has_file(path):
         raise CheckpointError(f"{shown(folder)}: task=rerank needs a tokenizer, and there is no tokenizer.json")
     found = _tokens(read_json(path))
-    no, yes = (_known(found, token, vocab_size, path) for token in (NO, YES))
-    _check_modules(folder, (no, yes))
-    return no, yes
+    ids = tuple(_known(found, token, vocab_size, path) for token in tokens)
+    _check_modules(folder, tokens, ids)
+    return ids
 
 
 def _tokens(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,13 +45,13 @@ def _known(tokens: Mapping[str, Any], token: str, vocab_size: int, path: Path) -
     found = tokens.get(token)
     if not isinstance(found, int) or not 0 <= found < vocab_size:
         raise CheckpointError(
-            f"{shown(path)}: {quoted(token)} is no token of the model, and task=rerank compares {YES} with {NO}; use a reranker "
+            f"{shown(path)}: {quoted(token)} is no token of the model, which task=rerank compares with another; use a reranker "
             "like Qwen3-Reranker"
         )
     return found
 
 
-def _check_modules(folder: Path, ids: tuple[int, int]) -> None:
+def _check_modules(folder: Path, tokens: tuple[str, ...], ids: tuple[int, ...]) -> None:
     """Raises CheckpointError if modules.json says that the model is no reranker, or compares other tokens."""
     if not has_file(folder / MODULES):
         return
@@ -64,4 +65,5 @@ def _check_modules(folder: Path, ids: tuple[int, int]) -> None:
     path = folder / modules[1][1] / "config.json"
     reader = ConfigReader(read_json(path), shown(path)).ranged(dict.fromkeys(_IDS, (0, 2**31 - 1)))
     if (named := tuple(reader.integer(key) for key in _IDS)) != ids:
-        raise reader.refusal(f"the tokens {named} are compared, and task=rerank compares {NO} and {YES}, {ids}; not supported")
+        own = f"{' and '.join(tokens)}, {ids}"
+        raise reader.refusal(f"the tokens {named} are compared, and task=rerank compares {own}; not supported")

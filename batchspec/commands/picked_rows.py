@@ -37,8 +37,6 @@ _ADVICE = {
     NO_CHAT: "a row has messages if its prompt was a chat or text",
 }
 """Reason for which rows are left out -> what to do if no row is written."""
-SCORE_COLUMNS = frozenset({"score", "scores", "choice_probs", "prompt_logprob_sum"})
-"""Columns of a job that scores, one of which its task writes, which are joined."""
 READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {".parquet": pl.read_parquet, ".jsonl": pl.read_ndjson}
 
 
@@ -186,7 +184,7 @@ def _of_job(folder: str, output: OutputFolder, own: Sequence[str]) -> pl.DataFra
     """The scores of a finished job that read this output (input.from_job), by the rows of this output."""
     judge = FinishedJob(folder, "--join")
     answers = judge.config.get("input", {}).get("from_job")
-    scored = sorted(SCORE_COLUMNS & saved_task(judge.config).columns)
+    scored = saved_task(judge.config).score_column
     if not answers or not scored:
         raise InputError(
             f"--join {folder}: not a job that scores answers of another one; run one with input.from_job and task=reward, or "
@@ -199,7 +197,7 @@ def _of_job(folder: str, output: OutputFolder, own: Sequence[str]) -> pl.DataFra
         names = [f"{prefix}{name}" for name in ROW_ID]
         if missing := [name for name in names if name not in rows.collect_schema()]:
             raise InputError(f"--join {folder}: no column {missing[0]!r}, which names the answers' rows; keep it in that job")
-        found = rows.select(*(pl.col(name).alias(own) for name, own in zip(names, ROW_ID, strict=True)), *scored).collect()
+        found = rows.select(*(pl.col(name).alias(own) for name, own in zip(names, ROW_ID, strict=True)), scored).collect()
     judge.check_unchanged()
     return found
 

@@ -12,7 +12,7 @@ import torch
 from batchspec.checkpoint.config_values import has_file
 from batchspec.checkpoint.files import ModelFiles
 from batchspec.checkpoint.hub import find_model
-from batchspec.checkpoint.reranker import answer_ids
+from batchspec.checkpoint.reranker import compared_ids
 from batchspec.checkpoint.sentence_transformers import read_embedding_files, text_limit
 from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.checks import AUTO
@@ -60,7 +60,7 @@ from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
 from batchspec.tasks.auto import may_embed, with_task
-from batchspec.tasks.base import EmbeddingFiles, ModelFacts, Needs, Reads
+from batchspec.tasks.base import EmbeddingFiles, ModelFacts, Needs
 from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card
@@ -256,7 +256,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
         config, spec.labels, embedding, has_output=spec.has_output, most_tokens=spec.max_len
     )
     embedding = replace(embedding or EmbeddingFiles(), text_tokens=text_limit(model.folder))
-    token_ids = answer_ids(model.folder, spec.vocab_size) if task_of(config).reads is Reads.TOKEN_LOGITS else ()
+    token_ids = compared_ids(model.folder, spec.vocab_size, task_of(config).tokens_compared)
     if task_of(config).needs is Needs.STATES:
         spec = spec.without_output()
     if not dummy:

@@ -124,7 +124,7 @@ class Admission:
         """Where the rows have a limit besides the model's: a line about it, for the user."""
         if (own := self._rows_of_task.limit) is not None and own[0] < self.max_len:
             self.max_len = own[0]
-            self.length_note = f"prompts have at most {own[0]:,} tokens, as {own[1]} says; model.max_len sets another limit"
+            self.length_note = f"prompts have at most {own[0]:,} tokens, as {own[1]} says; model.max_len sets another"
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
         self.encoder = PromptEncoder(

@@ -194,6 +194,12 @@ class Task:
     """Whether a chat is read as it is, to the end of its last turn, unless the user asked for something else."""
     columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of the output that only this task writes."""
+    score_column: ClassVar[str] = ""
+    """The one of them by which answers can be compared; empty: none."""
+    tallies: ClassVar[bool] = False
+    """Whether statistics show the mean and the spread of this column: numbers, or lists of labels with numbers."""
+    tokens_compared: ClassVar[tuple[str, ...]] = ()
+    """The tokens whose logits it reads (`Reads.TOKEN_LOGITS`)."""
     keys_read: ClassVar[frozenset[str]] = frozenset()
     """Keys of answers that it reads, although it may decode none."""
     texts: ClassVar[PromptTexts | None] = None

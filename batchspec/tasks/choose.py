@@ -117,6 +117,7 @@ class Choose(Task):
     prompts: ClassVar = "prompts, each with its longest text,"
     tokens: ClassVar = "prompt and text"
     columns: ClassVar = frozenset({"choice_probs"})
+    score_column: ClassVar = "choice_probs"
     keys_read: ClassVar = frozenset({"decode.choice", "decode.choice_norm"})
     cells_read: ClassVar = frozenset({"choice"})
 

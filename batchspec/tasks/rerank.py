@@ -72,6 +72,9 @@ class Rerank(Task):
     what: ClassVar = "documents are scored"
     written: ClassVar = "scores"
     columns: ClassVar = frozenset({"score"})
+    score_column: ClassVar = "score"
+    tallies: ClassVar = True
+    tokens_compared: ClassVar = ("no", "yes")
     texts: ClassVar = PromptTexts(main="document", needed=("query",), optional=("instruction",))
 
     token_ids: tuple[int, ...] = ()

@@ -47,6 +47,8 @@ class Reward(Task):
     written: ClassVar = "scores"
     whole_chats: ClassVar = True
     columns: ClassVar = frozenset({"scores"})
+    score_column: ClassVar = "scores"
+    tallies: ClassVar = True
 
     labels: tuple[str, ...] = ()
     """Their names; (): the model is not known yet."""

@@ -26,6 +26,7 @@ class ScorePrompts(Task):
     what: ClassVar = "prompts are scored"
     written: ClassVar = "scores"
     columns: ClassVar = frozenset({"prompt_logprob_sum", "prompt_logprobs", "prompt_top_logprobs"})
+    score_column: ClassVar = "prompt_logprob_sum"
     keys_read: ClassVar = frozenset({"output.prompt_logprobs"})
 
     @property

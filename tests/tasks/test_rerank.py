@@ -174,8 +174,13 @@ def test_lines_of_json_whose_document_is_no_text_are_bad_rows(model: Path, tmp_p
 
 
 def test_pairs_of_a_job_without_the_task_are_told_of_it(model: Path) -> None:
-    with pytest.raises(InputError, match=r"\"task\": \"rerank\"} scores each row's document for its query"):
-        batchspec.generate({"query": ["a"], "document": ["b"]}, overrides=[f"model.path={model}"])
+    """Beside what every such input is told: the columns may be meant for something else."""
+    said = r"columns are query, document, x; name one, .*, or set .*rerank.*, which reads query and document"
+    with pytest.raises(InputError, match=said):
+        batchspec.generate({"query": ["a"], "document": ["b"], "x": [1]}, overrides=[f"model.path={model}"])
+    with pytest.raises(InputError) as error:
+        batchspec.generate({"query": ["a"], "documents": ["b"]}, overrides=[f"model.path={model}"])
+    assert "rerank" not in str(error.value)
 
 
 def test_columns_of_these_names_are_data_of_other_jobs(model: Path) -> None:
@@ -205,7 +210,7 @@ def test_checkpoints_that_are_no_such_reranker_are_refused_by_name(tmp_path: Pat
     score_matrix = make_thinking_tokenizer(make_classifier(tmp_path / "a", "qwen3", {0: "x"}), more=("yes", "no"))
     with pytest.raises(ConfigError, match=r"task=rerank needs an output matrix, and .* has a score matrix \(...ForSequence"):
         scored(score_matrix)
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: 'no' is no token of the model, and task=rerank compares yes"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: 'no' is no token of the model, which task=rerank compares"):
         scored(make_tokenizer(make_checkpoint(tmp_path / "b", "qwen3")))
     folder = make_checkpoint(tmp_path / "c", "qwen3")
     file = make_thinking_tokenizer(folder, more=("yes", "no")) / "tokenizer.json"

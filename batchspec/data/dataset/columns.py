@@ -14,6 +14,7 @@ from batchspec.data.dataset.column_types import COLUMN_TYPES, TURNS, ColumnType,
 from batchspec.data.dataset.untyped_columns import is_csv, json_kinds
 from batchspec.errors import ConfigError, InputError
 from batchspec.tasks.base import PromptTexts
+from batchspec.tasks.registry import TASKS
 
 PROMPTS = ("messages", "prompt", "prompt_ids")
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
@@ -191,11 +192,16 @@ def _no_prompt(schema: pa.Schema) -> str:
         )
     chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), TYPES["messages"], "messages")]
     texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), TYPES["prompt"], "prompt")]
-    if {"query", "document"} <= names:
-        return "no column is mapped to messages, prompt or prompt_ids; task=rerank scores each row's document for its query"
     advice = f"messages={chats[0]}" if chats else f"prompt={texts[0] if texts else 'COLUMN'}"
     listed = ", ".join(schema.names[:50]) + (f" and {len(schema) - 50:,} more" if len(schema) > 50 else "")
     return (
         f"no column is mapped to messages, prompt or prompt_ids; the input's columns are {listed}; "
-        f"name one, e.g. input.columns.{advice}"
+        f"name one, e.g. input.columns.{advice}{_other_tasks(names)}"
     )
+
+
+def _other_tasks(names: set[str]) -> str:
+    """Advice about tasks that make prompts of columns which the input has."""
+    made = {task.asked: (*task.texts.needed, task.texts.main) for task in TASKS.values() if task.texts is not None}
+    fits = {asked: texts for asked, texts in made.items() if names.issuperset(texts)}
+    return "".join(f", or set {asked}, which reads {' and '.join(texts)}" for asked, texts in fits.items())

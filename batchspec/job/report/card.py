@@ -14,6 +14,7 @@ from batchspec.data.runstate.manifest import Manifest
 from batchspec.job.report.about import input_rows, is_local, last_part, sampling
 from batchspec.job.report.columns import meaning
 from batchspec.job.report.stats import JobStats
+from batchspec.tasks.registry import saved_task
 
 CARD = """---
 configs:
@@ -96,7 +97,8 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
     again = ["python -m batchspec.run --config-dir mine +job=again", *(f"{key}=..." for key in left_out)]
     model = manifest.config.get("model", {})
     kept = manifest.config.get("output", {}).get("messages", "full")
-    columns = ((for_markdown(name), kind, meaning(name)) for name, kind in stats.columns.items())
+    task = saved_task(manifest.config)
+    columns = ((for_markdown(name), kind, meaning(name, task)) for name, kind in stats.columns.items())
     training = {"full": TRAINING + MESSAGES + EXPORT, "prompt": TRAINING + EXPORT}.get(kept, "")
     card = CARD.format(
         license=json.dumps(_license(manifest) or "unknown"),

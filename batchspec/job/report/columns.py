@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from batchspec.tasks.base import Task
+from batchspec.tasks.registry import TASKS
+
 MEANINGS = {
     "request_id": "`id` of the input, or made from the input file's name and the row",
     "row_index": "row of the input, from 0",
@@ -48,8 +51,10 @@ def type_name(kind: pl.DataType) -> str:
     return "bool" if name == "Boolean" else name.lower()
 
 
-def meaning(name: str) -> str:
-    return MEANINGS.get(name, COPIED)
+def meaning(name: str, task: Task) -> str:
+    """The meaning of a column of a job with this task: one with the name of another task's column is the input's."""
+    is_others = name not in task.columns and any(name in other.columns for other in TASKS.values())
+    return COPIED if is_others else MEANINGS.get(name, COPIED)
 
 
 def type_names(schema: Mapping[str, pl.DataType]) -> dict[str, str]:

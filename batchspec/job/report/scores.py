@@ -1,4 +1,4 @@
-"""The scores of a job by task=reward or task=rerank: mean, spread and ends of each label, over all rows that have them."""
+"""The scores of a job whose task writes some: mean, spread and ends of each label, over all rows that have them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ class ScoreTally:
     """Sums over all rows read so far, in fp64. config: the job's; the input may have columns of these names too."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._scored = sorted(saved_task(config).columns & {"scores", "score"})
-        """The column: `scores`, of several labels, or `score`, whose label is its name; empty: the job scores none."""
+        task = saved_task(config)
+        self._column = task.score_column if task.tallies else ""
+        """Lists of labels with scores, or scores, whose label is the column's name; empty: the job has none."""
         self._of: dict[str, tuple[int, float, float, float, float]] = {}
         """Label -> rows, mean, sum of squared differences from it, least, greatest; labels in the order of the checkpoint's."""
 
     def columns(self) -> Iterator[pl.Expr]:
         """What `add` needs of the output."""
-        yield from map(pl.col, self._scored)
+        if self._column:
+            yield pl.col(self._column)
 
     def add(self, rows: pl.DataFrame) -> None:
-        if not self._scored:
+        if not (name := self._column):
             return
-        if self._scored == ["score"]:
-            each = rows.select(pl.lit("score").alias("label"), "score").drop_nulls()
+        if isinstance(rows.schema[name], pl.List):
+            each = rows.select(pl.col(name).explode()).unnest(name).drop_nulls()
         else:
-            each = rows.select(pl.col("scores").explode()).unnest("scores").drop_nulls()
+            each = rows.select(pl.lit(name).alias("label"), pl.col(name).alias("score")).drop_nulls()
         found = each.group_by("label", maintain_order=True).agg(
             pl.len(), pl.col("score").cast(pl.Float64).mean().alias("mean"),
             pl.col("score").cast(pl.Float64).var(ddof=0).alias("var"), pl.col("score").min().alias("least"),
