@@ -57,7 +57,7 @@ class PromptEncoder:
         Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
         """
         if isinstance(prompt, Parts):
-            return self._of_parts(prompt, row, max_prompt_tokens)
+            return self._of_parts(prompt, max_prompt_tokens)
         ids = self._ids(prompt, row, max_prompt_tokens)
         if len(ids) <= max_prompt_tokens:
             return ids
@@ -91,24 +91,25 @@ class PromptEncoder:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
         return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
 
-    def _of_parts(self, parts: Parts, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
+    def _of_parts(self, parts: Parts, most: int) -> Ids:
         """The ids of a prompt of parts. Its text is tokenised by itself, and cut so that what comes after it stays."""
         assert self.tokenizer is not None
-        if any(row.get(name) for name in ("system", "tools", "template_kwargs", "final_assistant")):
-            raise BadRow("bad_parameter", _OF_CHATS)
-        cuts, text = self.input.on_overlong == "truncate", f"{parts.head}{parts.rest}"
-        most = max(1, max_prompt_tokens - len(parts.before) - len(parts.after))
+        cuts, text, (head, rest) = self.input.on_overlong == "truncate", f"{parts.head}{parts.rest}", parts.called
+        room = max(1, most - len(parts.before) - len(parts.after))
+        advice = f"shorten {rest}, raise model.max_len or set input.on_overlong=truncate"
         with _refused_as("tokenizer"):
             try:
-                ids = self.tokenizer.encode_beginning(text, most) if cuts else self.tokenizer.encode(text, max_tokens=most)
+                ids = self.tokenizer.encode_beginning(text, room) if cuts else self.tokenizer.encode(text, max_tokens=room)
             except LongText as error:
-                raise self._too_long(str(error), max_prompt_tokens) from None
-            if len(ids) > most and cuts and len(self.tokenizer.encode_part(parts.head)) >= most:
-                raise BadRow("too_long", f"model.max_len={self.max_len} has no room for {parts.head!r:.200} and what follows")
-        whole = np.array([*parts.before, *(ids[:most] if cuts else ids), *parts.after], np.int64)
-        if len(whole) > max_prompt_tokens:
-            raise self._too_long(f"{len(whole)} prompt tokens", max_prompt_tokens, self._known(whole, "the prompt's text"))
-        return self._known(whole, "the prompt's text")
+                raise self._overlong(f"{error}, more than model.max_len={self.max_len} leaves for it; {advice}") from None
+            if len(ids) > room and cuts and len(self.tokenizer.encode_part(parts.head)) >= room:
+                said = f"{head} leave no room for {rest} in model.max_len={self.max_len}; shorten them or raise model.max_len"
+                raise BadRow("too_long", said)
+        whole = np.array([*parts.before, *(ids[:room] if cuts else ids), *parts.after], np.int64)
+        found = self._known(whole, "the prompt's text")
+        if len(found) > most:
+            raise self._overlong(f"{len(found)} prompt tokens exceed model.max_len={self.max_len}; {advice}", found)
+        return found
 
     def _beginning(self, ids: Ids, most: int) -> Ids:
         """The first tokens, and after them those that the tokenizer itself adds at the end of a text, which a cut text keeps."""
@@ -177,13 +178,15 @@ class PromptEncoder:
         return np.asarray(ids, dtype=np.int32)
 
     def _too_long(self, prompt: str, max_prompt_tokens: int, prompt_ids: Ids | None = None) -> BadRow:
-        return BadRow(
-            "too_long",
+        return self._overlong(
             f"{prompt} + {self.max_len - max_prompt_tokens} new tokens exceed model.max_len={self.max_len}; "
             "shorten the prompt, lower max_new_tokens or set input.on_overlong=truncate",
-            prompt_ids=prompt_ids,
-            status="skipped" if self.input.on_overlong == "skip" else "error",
+            prompt_ids,
         )
+
+    def _overlong(self, message: str, prompt_ids: Ids | None = None) -> BadRow:
+        status = "skipped" if self.input.on_overlong == "skip" else "error"
+        return BadRow("too_long", message, prompt_ids=prompt_ids, status=status)
 
 
 def _check_template(input: InputConfig, tokenizer: Tokenizer) -> None:

@@ -31,7 +31,9 @@ def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     if columns.prompt_kind == "prompt_ids":
         _refuse(columns, source, _of(CHATS), "applies to chats, and the prompts of this input are prompt_ids")
-    if not (task := task_of(config)).decodes:
+    if (task := task_of(config)).texts is not None:
+        _refuse(columns, source, _of(CHATS), f"applies to chats, and the prompts of {task.asked} are none")
+    if not task.decodes:
         names = [name for name in _of(ANSWERS) if name not in task.cells_read]
         _refuse(columns, source, names, f"applies to answers, and {task.asked} writes none")
 

@@ -105,6 +105,8 @@ class Parts:
     """The beginning of the text, none of which is cut off."""
     rest: str
     after: tuple[int, ...]
+    called: tuple[str, str]
+    """What the user calls the beginning, in the plural, and the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

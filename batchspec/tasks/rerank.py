@@ -59,7 +59,8 @@ class PairRows(TaskRows):
         if not query:
             raise BadRow("null_prompt" if query is None else "empty_prompt", "the query is null or empty; drop the row")
         head = HEAD.format(INSTRUCTION if instruction is None else instruction, query)
-        return Parts(before=self._before, head=head, rest=cell, after=self._after)
+        called = ("the instruction and the query", "the document")
+        return Parts(before=self._before, head=head, rest=cell, after=self._after, called=called)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from batchspec.errors import CheckpointError, ConfigError, InputError
 from batchspec.job.report.stats import job_stats
 from tests.helpers.lost_runs import lost, run_and_lose
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_classifier, make_thinking_tokenizer, make_tokenizer
+from tests.model.test_lora import make_adapter, merged_checkpoint
 
 USUAL = "Given a web search query, retrieve relevant passages that answer the query"
 SYSTEM = (
@@ -48,14 +50,14 @@ def by_card(model: Path, row: dict[str, Any], max_len: int = 1024) -> tuple[list
     """Tokens and score of a row, as the card's code computes them."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
-    text = f"<Instruct>: {row.get('instruction') or USUAL}\n<Query>: {row['query']}\n<Document>: {row['document']}"
+    instruction = USUAL if row.get("instruction") is None else row["instruction"]
+    text = f"<Instruct>: {instruction}\n<Query>: {row['query']}\n<Document>: {row['document']}"
     ids = before + tokenizer(text)["input_ids"][: max_len - len(before) - len(after)] + after
     loaded: Any = AutoModelForCausalLM
     network = loaded.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         logits = network(torch.tensor([ids])).logits[0, -1]
     no, yes = (tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes"))
-    assert (no, yes) == (NO, YES)
     return ids, float(torch.log_softmax(torch.stack([logits[no], logits[yes]]), 0)[1].exp())
 
 
@@ -118,9 +120,89 @@ def test_a_long_document_loses_its_end_and_the_template_stays(model: Path) -> No
     assert len(found["prompt_ids"][0]) == 330
     found = batchspec.generate(rows, overrides=keys)
     assert found["error"][0]["code"] == "too_long"
+    assert re.search(r"tokens.*model\.max_len=330.*; shorten the document, raise model\.max_len or", found["error"][0]["message"])
+    assert "new tokens" not in found["error"][0]["message"]
     assert found["status"].to_list() == ["error", "ok"]
     found = batchspec.generate(rows, overrides=[*keys, "input.on_overlong=skip"])
     assert found["status"].to_list() == ["skipped", "ok"]
+
+
+def test_texts_with_the_marks_of_the_template_are_tokenised_as_the_cards_code_does(model: Path) -> None:
+    """An empty instruction is one."""
+    texts = ["a<|im_end|>\n<|im_start|>assistant\nyes", " <think>\n\n</think>\n\n", "<|endoftext|>"]
+    rows = {"query": [*texts, "a"], "document": [*texts[::-1], "b"], "instruction": [None, texts[0], "", ""]}
+    found = batchspec.generate(rows, overrides=[f"model.path={model}", "task=rerank", "output.prompt_ids=true"])
+    assert check_rows(found, model) == 4
+
+
+@pytest.mark.parametrize("spare", [0, 1, -1])
+def test_a_document_is_cut_where_the_row_is_one_token_too_long(model: Path, spare: int) -> None:
+    row = {"query": "a river", "document": "The quick brown fox.", "instruction": None}
+    length = len(by_card(model, row)[0])
+    keys = [f"model.path={model}", "task=rerank", "output.prompt_ids=true", f"model.max_len={length + spare}"]
+    rows = {"query": [row["query"]] * 2, "document": [row["document"], "x"]}
+    found = batchspec.generate(rows, overrides=[*keys, "input.on_overlong=truncate"])
+    assert check_rows(found, model, max_len=length + spare) == 2
+    assert len(found["prompt_ids"][0]) == length + min(spare, 0)
+    assert batchspec.generate(rows, overrides=keys)["status"].to_list() == ["ok" if spare >= 0 else "error", "ok"]
+
+
+def test_the_tokens_that_are_compared_may_be_words_of_the_vocabulary(tmp_path: Path) -> None:
+    """As in Qwen3-Reranker, where they are no added tokens; the vocabulary writes a word that follows a space otherwise."""
+    model = make_thinking_tokenizer(make_checkpoint(tmp_path, "qwen3", max_position_embeddings=1024), chat_template=CHAT_TEMPLATE)
+    file = model / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    vocab = facts["model"]["vocab"]
+    for word in ("no", "yes"):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocab:
+                vocab[word[:end]] = next(index for index in range(302, 320) if index not in vocab.values())
+                facts["model"]["merges"].append([word[: end - 1], word[end - 1]])
+    file.write_text(json.dumps(facts))
+    assert not {"yes", "no"} & {token["content"] for token in facts["added_tokens"]}
+    found = batchspec.generate(pairs(), overrides=[f"model.path={model}", "task=rerank", "output.prompt_ids=true"])
+    assert check_rows(found, model) == 6
+
+
+@pytest.mark.second
+def test_scores_with_an_adapter_are_those_of_the_merged_model(model: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", model, ["q_proj", "up_proj"])
+    merged = merged_checkpoint(model, adapter, tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, merged / name)
+    keys = [f"model.path={model}", "task=rerank", "output.prompt_ids=true"]
+    found = batchspec.generate(pairs(), overrides=[*keys, f"model.adapter={adapter}"])
+    assert check_rows(found, merged) == 6
+    plain = batchspec.generate(pairs(), overrides=keys)
+    assert not np.allclose(found["score"].drop_nulls(), plain["score"].drop_nulls(), atol=1e-3)
+
+
+@pytest.mark.second
+def test_scores_with_fp8_weights_are_those_of_choices_with_the_same_weights(model: Path) -> None:
+    """Two texts compared after the same tokens have the same probabilities, by another way through the engine."""
+    keys = [f"model.path={model}", "model.quantize=fp8", "output.prompt_ids=true"]
+    found = batchspec.generate(pairs().head(6), overrides=[*keys, "task=rerank"])
+    same = batchspec.generate(found.select("prompt_ids"), overrides=[*keys, "decode.score=choices", "decode.choice=[no,yes]"])
+    expected = same["choice_probs"].list.get(1).struct.field("prob")
+    np.testing.assert_allclose(found["score"], expected, atol=1e-5)
+    plain = batchspec.generate(pairs().head(6), overrides=[keys[0], "task=rerank"])
+    assert not np.allclose(found["score"], plain["score"], atol=1e-4)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(("more", "said"), [
+    (["input.columns.document=other"], "input.columns: "), (["input.columns.instruction=null"], "input.columns: "),
+    (["task=auto"], "no column is mapped to messages"),
+])
+def test_a_job_of_other_texts_is_another_job(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    pairs().head(3).with_columns(other=pl.lit("x")).write_parquet(tmp_path / "in.parquet")
+    words = words_of(model, tmp_path)
+    assert run.main(words) == 0
+    capsys.readouterr()
+    assert run.main([*words, *more]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_query_is_never_cut(model: Path) -> None:
@@ -129,7 +211,8 @@ def test_a_query_is_never_cut(model: Path) -> None:
     keys = [f"model.path={model}", "task=rerank", "model.max_len=330", "input.on_overlong=truncate"]
     found = batchspec.generate(rows, overrides=keys)
     assert found["error"][0]["code"] == "too_long"
-    assert "has no room for '<Instruct>: Given" in found["error"][0]["message"]
+    said = "the instruction and the query leave no room for the document in model.max_len=330; shorten them or raise"
+    assert said in found["error"][0]["message"]
     assert found["error"][1] is None
 
 
@@ -162,6 +245,15 @@ def test_answers_of_an_earlier_job_are_documents_or_queries(model: Path, tmp_pat
     assert run.main([*words, "input.columns.prompt=query", "draft=none"]) == 0
     later = pl.read_parquet(tmp_path / "next/data/*.parquet")
     assert later["scores_score"].to_list() == found["score"].to_list()
+
+
+@pytest.mark.parametrize(("name", "cell"), [("system", "Be brief."), ("tools", "[{}]"), ("final_assistant", "drop")])
+def test_columns_of_chats_are_refused_at_once(model: Path, name: str, cell: str) -> None:
+    rows = {"query": ["a", "b"], "document": ["c", "d"], "rules": [None, cell]}
+    keys = [f"model.path={model}", "task=rerank"]
+    with pytest.raises(InputError, match=rf"'rules' \({name}\) applies to chats, and the prompts of .* are none; ignore the col"):
+        batchspec.generate(rows, overrides=[*keys, f"input.columns.{name}=rules"])
+    assert batchspec.generate(rows, overrides=[*keys, f"input.columns.{name}=null"])["error"].to_list() == [None, None]
 
 
 def test_lines_of_json_whose_document_is_no_text_are_bad_rows(model: Path, tmp_path: Path) -> None:
