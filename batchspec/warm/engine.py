@@ -324,8 +324,8 @@ class Engine:
             if self._half_loaded and not loads:
                 raise EngineInUse("load_weights failed half-way, and the weights are of two models; load some again")
             usable = self._usable
-            others = () if self._other is None else (self._other[1].loaded,)
-            if part is not None and part.loaded not in (usable, *others):
+            other = None if self._other is None else self._other[1].loaded
+            if part is not None and part.loaded is not usable and part.loaded is not other:
                 raise EngineInUse("another thread changed the weights or the task while this call began; make the call again")
             self._running = call
             yield usable if part is None else part.loaded
