@@ -17,7 +17,7 @@ from batchspec.errors import ConfigError
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Floating-point dtypes in a file that can be converted to any model dtype, as safetensors calls them."""
 
-Role = Literal["weight", "bias", "norm", "scale", "table", "index"]
+Role = Literal["weight", "bias", "norm", "scale", "zero_points", "table", "index"]
 
 Cut = Literal["columns", "rows"]
 """How tensor parallelism divides a product. columns (column parallel): each rank computes some of the outputs, so the rows of
