@@ -13,5 +13,5 @@ gated_delta/         the gated delta rule, which keeps a state of a row
 latent/              latent attention, which keeps one vector per token
 short_conv/          short convolutions, which keep the newest inputs of a row
 MLPs:
-mlp/                 dense, and experts
+mlp/                 dense, and experts; with a gate or, with relu^2, without one
 """
