@@ -87,13 +87,18 @@ def _vary(model: torch.nn.Module) -> None:
 
 def needed(family: str, num_layers: int) -> dict[str, Any]:
     """Keys without which the config.json of a family, with 4 heads, is refused (Granite's has Mamba and experts, that of LFM2
-    with experts names no kinds of layers), or is that of a model with large tables (Gemma 4's)."""
+    with experts names no kinds of layers), or is that of a model with large tables (Gemma 4's) or matrices (Nemotron's)."""
     if family == "glm4_moe_lite":
         return {"num_key_value_heads": 4}
     if family.startswith("gemma4"):
         return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
     if family == "lfm2_moe":
         return {"layer_types": ["full_attention"] * num_layers}
+    if family == "nemotron_h":
+        kinds = [["linear_attention", "full_attention", "mlp", "moe"][i % 4] for i in range(num_layers)]
+        sizes = {"mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "head_dim": 16}
+        experts = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
+        return {"layers_block_type": kinds, **sizes, **experts, "time_step_min": 1e-30}
     if family != "granitemoehybrid":
         return {}
     return {"layer_types": ["full_attention"] * num_layers, "num_local_experts": 0, "mamba_n_heads": 4}

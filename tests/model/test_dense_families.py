@@ -349,12 +349,12 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("granite", {"layer_types": ["full_attention"] * 2}, "layer_types="),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number in 1e-06 .. 1e+06"),
         ("granitemoehybrid", {}, "num_local_experts=8"),
-        ("granitemoehybrid", {"num_local_experts": 0}, 'layer_types: ["mamba"]: Mamba layers are not supported'),
+        ("granitemoehybrid", {"num_local_experts": 0}, "no layer of the 2 has attention, which is not supported; correct"),
         (
-            "granitemoehybrid", {"num_local_experts": 0, "layer_types": ["mamba", "attention"]},
-            'layer_types: ["mamba"]: Mamba layers are not supported; use a Granite without an H in its name',
+            "granitemoehybrid", {"num_local_experts": 0, "layer_types": ["mamba", "attention"], "mamba_n_heads": 7},
+            "mamba_n_heads 7, mamba_d_head ",
         ),
-        ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["attention"]}, "layer_types: 1 for 2 layers; correct it"),
+        ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["attention"]}, "layer_types: 1 for 2 layers; mamba and"),
         ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types="),
         (
             "ministral3", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
@@ -365,7 +365,9 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("gemma3", {}, 'model_type="gemma3" needs text_config with the keys of its language model'),
         ("phi4mm", {}, 'model_type="phi4mm" is not supported; supported are llama, '),
         ("deepseek_v3", {}, 'model_type="deepseek_v3" is not supported: it needs multi-head latent attention (MLA), which is'),
-        ("nemotron_h", {}, 'model_type="nemotron_h" is not supported: it needs Mamba layers'),
+        ("nemotron_h", {}, "hybrid_override_pattern: missing; a letter of M*-E for each layer is needed"),
+        ("jamba", {}, 'model_type="jamba" is not supported: it needs Mamba layers of the first kind'),
+        ("falcon_h1", {}, 'model_type="falcon_h1" is not supported: it needs a class of its own, whose Mamba2 layers'),
         ("muse_glimmer", {}, 'model_type="muse_glimmer" is not supported: it needs normed embeddings, norms of q and k without'),
     ],
 )

@@ -22,6 +22,7 @@ from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MINISTRAL3, MISTRAL
 from batchspec.model.families.mixtral import MIXTRAL
+from batchspec.model.families.nemotron_h import NEMOTRON_H
 from batchspec.model.families.olmo2 import OLMO2, OLMO3
 from batchspec.model.families.phi3 import PHI3
 from batchspec.model.families.qwen2 import QWEN2
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         EXAONE4,
         LFM2,
         LFM2_MOE,
+        NEMOTRON_H,
     )
 }
 
@@ -77,9 +79,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "minicpm3", "longcat_flash",
     ),
     "compressed sparse attention": ("deepseek_v4",),
-    "Mamba layers": (
-        "mamba", "mamba2", "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemotron_h_omni",
-    ),
+    "Mamba layers of the first kind": ("mamba", "falcon_mamba", "jamba", "zamba"),
+    "a class of its own, whose Mamba2 layers alone are built": ("mamba2", "falcon_h1", "bamba", "zamba2", "nemotron_h_omni"),
     "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "attention in chunks": ("llama4", "llama4_text"),
     "one gate per attention head": ("lfm3",),
