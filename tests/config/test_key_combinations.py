@@ -109,7 +109,8 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
     "smollm3": {"no_rope_layers": (None, [1, 0, 0], [0, 1]), "no_rope_layer_interval": (1, 2, 3)},
     "granite": FACTORS,
     "granitemoehybrid": {
-        **FACTORS, "position_embedding_type": ("rope", None), "shared_intermediate_size": (20,), "num_experts_per_tok": (0, 2),
+        **FACTORS, "position_embedding_type": ("rope", None), "shared_intermediate_size": (20,), "num_experts_per_tok": (0, 2, 5),
+        "num_local_experts": (0, 4),
         "layer_types": (None, [KINDS[1]] * 3, ["attention"] * 3, ["mamba", "attention", "attention"]),
         "mamba_n_heads": (2, 6), "mamba_d_head": ("auto", 8), "mamba_d_state": (10,), "mamba_n_groups": (2,),
     },

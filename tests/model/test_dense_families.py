@@ -348,7 +348,8 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers is [1, 2]; it must be a list of integers in 0 .. 1"),
         ("granite", {"layer_types": ["full_attention"] * 2}, "layer_types="),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number in 1e-06 .. 1e+06"),
-        ("granitemoehybrid", {}, "num_local_experts=8"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_experts_per_tok": 0}, "num_experts_per_tok=0 of 8 experts"),
         ("granitemoehybrid", {"num_local_experts": 0}, "no layer of the 2 has attention, which is not supported; correct"),
         (
             "granitemoehybrid", {"num_local_experts": 0, "layer_types": ["mamba", "attention"], "mamba_n_heads": 7},

@@ -152,7 +152,6 @@ REFUSED: dict[str, set[str]] = {
     "no qk_rope_head_dim": {"glm4_moe_lite"},
     "no mlp_layer_types": {"glm4_moe_lite"},
     "no layer_types": {"granitemoehybrid", "lfm2_moe"},
-    "no num_local_experts": {"granitemoehybrid"},
     "no head_dim": {"phi3"},
 }
 """The families that refuse a config, by its title in `changed`."""

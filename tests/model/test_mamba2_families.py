@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, the last layers keep nothing": nemotron("*M--", use_bias=True, use_conv_bias=False, mlp_bias=True, conv_kernel=3),
     "groups of experts, one of heads": nemotron("M*E", n_group=2, topk_group=1, n_routed_experts=8, n_groups=1, conv_kernel=1),
     "granite": ("granitemoehybrid", GRANITE),
+    "granite, experts": (
+        "granitemoehybrid", {**GRANITE, "intermediate_size": 22, "num_local_experts": 7, "num_experts_per_tok": 3}
+    ),
     "granite, rotated, with biases": (
         "granitemoehybrid",
         {
@@ -84,7 +88,10 @@ def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path
     assert family != "nemotron_h" or sum(key.startswith("backbone.") for key in saved) == len(saved) - 1
     spec = judge_model(LocalFiles(folder))
     assert (spec.family, spec.unread) == (family, ())
-    assert expected_shapes(spec) == {plain_name(key): tuple(tensor.shape) for key, tensor in saved.items()}
+    found = {plain_name(key): tuple(tensor.shape) for key, tensor in saved.items()}
+    wanted = {key: shape for key, shape in expected_shapes(spec).items() if not re.search(r"block_sparse_moe\.\d", key)}
+    stacked = re.compile(r"block_sparse_moe\.(in|out)put_linear")  # of all experts of Granite; `judge_model` has compared them
+    assert wanted == {key: shape for key, shape in found.items() if not stacked.search(key)}
 
 
 def test_files_with_the_names_that_transformers_has_in_memory_and_with_mtp_layers_are_read_alike(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ _GRANITE: dict[str, Any] = {
     "num_hidden_layers": 40, "num_key_value_heads": 8, "rope_theta": 10000000.0, "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22, "tie_word_embeddings": True,
 }
+_GRANITE_H: dict[str, Any] = _GRANITE | {
+    "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "nope",
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)], "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "vocab_size": 100352,
+}
 _LFM2: dict[str, Any] = {
     "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "rms_norm_eps": None, "norm_eps": 1e-5,
     "tie_word_embeddings": None, "tie_embedding": True, "hidden_size": 2048, "num_attention_heads": 32,
@@ -173,12 +178,14 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 8192, "num_attention_heads": 40, "attention_multiplier": 0.015625, "logits_scaling": 10.0,
         "num_local_experts": 0, "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "vocab_size": 100352,
     },
-    "granite4-h-micro": _GRANITE | {
-        "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_size": 2048,
-        "shared_intermediate_size": 8192, "num_attention_heads": 32, "attention_multiplier": 0.015625, "logits_scaling": 8.0,
-        "num_local_experts": 0, "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
-        "position_embedding_type": "nope", "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
-        "mamba_d_conv": 4, "mamba_expand": 2, "vocab_size": 100352,
+    "granite4-h-micro": _GRANITE_H | {
+        "hidden_size": 2048, "shared_intermediate_size": 8192, "num_attention_heads": 32, "attention_multiplier": 0.015625,
+        "logits_scaling": 8.0, "num_local_experts": 0, "mamba_n_heads": 64,
+    },
+    "granite4-h-tiny": _GRANITE_H | {
+        "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "attention_multiplier": 0.0078125, "logits_scaling": 6.0, "num_local_experts": 64,
+        "num_experts_per_tok": 6, "mamba_n_heads": 48,
     },
     "exaone4-32b": {
         "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "hidden_size": 5120, "intermediate_size": 27392,

@@ -100,9 +100,8 @@ class GatedProducts:
 
     def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
         assert spec.activation != "gelu_tanh"
-        assert spec.out_scale is None
         self._has_gate = spec.has_gate
-        self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
+        self._gate_up, self._down = source.product(spec.gate_up), scaled_product(source.product(spec.down), spec.out_scale)
 
     def __call__(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
         """x [T, H] -> [T, H]; of a model of several ranks this rank's part of a sum."""
