@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
@@ -151,7 +150,7 @@ class ResidualStream:
         return self.residual
 
     def combined(self, values: Tensor, weights: Tensor) -> Tensor:
-        added = torch.empty_like(self.residual)
+        added = values.new_empty(len(weights), values.shape[-1])
         combine(values, weights, out=added)
         return added
 

@@ -72,6 +72,10 @@ SPECS: dict[str, ModelSpec] = {
         "nemotron_h", **{**needed("nemotron_h", 4), "n_groups": 4, "mamba_num_heads": 8, "use_bias": True, "mlp_bias": True,
         "num_hidden_layers": 4, "intermediate_size": 16},
     ),
+    "nemotron_h, narrow experts": spec_of(
+        "nemotron_h",
+        **{**needed("nemotron_h", 4), "n_groups": 4, "num_hidden_layers": 4, "intermediate_size": 16, "moe_latent_size": 8},
+    ),
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),

@@ -46,6 +46,7 @@ GRANITE: dict[str, Any] = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": nemotron("ME*M", routed_scaling_factor=1.7),
+    "narrow experts": nemotron("EM*E", routed_scaling_factor=1.7, moe_latent_size=20),
     "dense, the last layer attends": nemotron("M-M*"),
     "dense, the last layers keep nothing": nemotron("*M--", use_bias=True, use_conv_bias=False, mlp_bias=True, conv_kernel=3),
     "groups of experts, one of heads": nemotron("M*E", n_group=2, topk_group=1, n_routed_experts=8, n_groups=1, conv_kernel=1),
@@ -226,7 +227,7 @@ NANO_9B = {**SHAPES["nemotron-nano-9b"], "rms_norm_eps": None, "max_position_emb
         ({"hybrid_override_pattern": "MX"}, 'hybrid_override_pattern: ["X"] not supported; a letter of M*-E for each layer is'),
         ({"hybrid_override_pattern": "M*"}, "the pattern of layers: 2 for 56 layers; linear_attention and full_attention and"),
         ({"hybrid_override_pattern": "M" * 56}, "no layer of the 56 has full_attention, which is not supported"),
-        ({"moe_latent_size": 1024}, "moe_latent_size=1024"),
+        ({"moe_latent_size": 1024, "mlp_bias": True}, "mlp_bias=true"),
         ({"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu"'),
         ({"mamba_hidden_act": "gelu"}, 'mamba_hidden_act="gelu"'),
         ({"attention_bias": True}, "attention_bias=true"),

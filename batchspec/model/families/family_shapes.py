@@ -80,6 +80,14 @@ _NEMOTRON3_NANO: dict[str, Any] = _NEMOTRON_H | {
     "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "max_position_embeddings": 262144,
 }
+_NEMOTRON3_SUPER: dict[str, Any] = _NEMOTRON3_NANO | {
+    "hidden_size": 4096, "intermediate_size": 2688, "num_hidden_layers": 88, "mamba_num_heads": 128, "n_routed_experts": 512,
+    "hybrid_override_pattern": (
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    ),
+    "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024, "routed_scaling_factor": 5.0,
+}
 
 
 def _modelopt(algorithm: str) -> dict[str, Any]:
@@ -197,6 +205,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "nemotron3-nano-30b-a3b": _NEMOTRON3_NANO,
     "nemotron3-nano-30b-a3b-fp8": _NEMOTRON3_NANO | _modelopt("FP8"),
     "nemotron3-nano-30b-a3b-nvfp4": _NEMOTRON3_NANO | _modelopt("NVFP4"),
+    "nemotron3-super-120b-a12b": _NEMOTRON3_SUPER,
     "nemotron-nano-9b": _NEMOTRON_H | {
         "hidden_size": 4480, "intermediate_size": 15680, "num_hidden_layers": 56, "num_attention_heads": 40,
         "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_key_value_heads": 8,

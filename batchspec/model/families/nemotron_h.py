@@ -1,9 +1,9 @@
-"""Nemotron-H: Nemotron Nano 2, Nemotron 3 Nano: each layer is one block, a Mamba2 layer, attention, an MLP or experts.
+"""Nemotron-H: Nemotron Nano 2, Nemotron 3: each layer is one block, a Mamba2 layer, attention, an MLP or experts.
 
 hybrid_override_pattern has a letter for each layer (M, *, -, E), newer files a list, layers_block_type. Attention does not
-rotate. MLPs and experts have no gate, and relu(up)^2; experts are chosen by sigmoid and a bias. Files begin names with
-`backbone.`. dt of Mamba2 layers is not clamped, see `kernels/mamba2/layout.py`. MTP layers of a file are not read. The router's
-product is in fp32.
+rotate. MLPs and experts have no gate, and relu(up)^2; experts are chosen by sigmoid and a bias, and those of Super are narrow.
+Files begin names with `backbone.`. dt of Mamba2 layers is not clamped, see `kernels/mamba2/layout.py`. MTP layers of a file are
+not read. The router's product is in fp32.
 Source: transformers, models/nemotron_h; NVIDIA 2025, Nemotron Nano 2 (arXiv 2508.14444).
 """
 
@@ -27,7 +27,7 @@ from batchspec.model.layers.base import ExpertsSpec, NormForm
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mamba2.block import Mamba2Spec
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
-from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec, SharedExpert
+from batchspec.model.layers.mlp.moe import MoeSpec, Narrow, RouterSpec, SharedExpert
 
 NORMS = NormForm(wide=True)
 MAMBA, ATTENDS, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
@@ -86,6 +86,11 @@ def _mlp(config: ConfigReader, size: str, name: str, norm: str | None) -> GatedM
 
 def _experts(config: ConfigReader) -> MoeSpec:
     num_experts, top_k = read_num_experts(config, "n_routed_experts")
+    size = hidden_size = config.integer("hidden_size")
+    narrow = None
+    if config.given("moe_latent_size"):
+        size = config.integer("moe_latent_size")
+        narrow = Narrow(hidden_size=hidden_size, into=f"{_NAME}.fc1_latent_proj", out=f"{_NAME}.fc2_latent_proj")
     return MoeSpec(
         router=RouterSpec(
             name=f"{_NAME}.gate", top_k=top_k, scoring="sigmoid", norm_topk=config.flag("norm_topk_prob", True),
@@ -93,13 +98,13 @@ def _experts(config: ConfigReader) -> MoeSpec:
             groups=read_groups(config, num_experts, top_k),
         ),
         experts=ExpertsSpec(
-            name=f"{_NAME}.experts", num_experts=num_experts, hidden_size=config.integer("hidden_size"),
+            name=f"{_NAME}.experts", num_experts=num_experts, hidden_size=size,
             expert_size=config.integer("moe_intermediate_size"), parts=("up_proj", "down_proj"), gating="relu2",
         ),
         shared=SharedExpert(
             mlp=_mlp(config, "moe_shared_expert_intermediate_size", f"{_NAME}.shared_experts", None), gate=None
         ),
-        eps=config.number("rms_norm_eps"), norm=_NORM, norms=NORMS,
+        eps=config.number("rms_norm_eps"), norm=_NORM, norms=NORMS, narrow=narrow,
     )
 
 
@@ -118,7 +123,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 def _refuses(config: ConfigReader) -> list[str]:
     """n_shared_experts: the size of the shared experts is that of one, whatever this says, but 0 experts are not built.
     time_step_limit: engines compute without one."""
-    found = [config.shown(key) for key in ("moe_latent_size",) if config.given(key)]
+    found = [config.shown("mlp_bias")] if config.flag("mlp_bias") and config.given("moe_latent_size") else []
     found += [config.shown("mamba_proj_bias")] if config.flag("mamba_proj_bias") and not config.flag("use_bias") else []
     found += [config.shown(key) for key in ("attention_bias", "residual_in_fp32") if config.flag(key)]
     acts = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
@@ -135,7 +140,7 @@ def _refuses(config: ConfigReader) -> list[str]:
 NEMOTRON_H = Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
-    models="Nemotron Nano 2, Nemotron 3 Nano",
+    models="Nemotron Nano 2, Nemotron 3",
     example="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     layers=_layers,
     defaults=_DEFAULTS,

@@ -27,6 +27,9 @@ for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
 case("route_kernel with factors", "route", 4, logits=PF32, bias=None, factors=PF32, live="*u8", out_ids=PI32, out_weights=PF32,
      num_tokens=I32, stride=I32, NUM_EXPERTS=128, TOP_K=8, SIGMOID=False, NORM=True, SUM_EPS=0.0, SCALE=1.0, GROUPS=1,
      TOP_GROUPS=1, TOKENS=4, LANES=128, SLOTS=8)
+case("route_kernel of 22 of 512 experts", "route", 4, logits=PF32, bias=PF32, factors=None, live="*u8", out_ids=PI32,
+     out_weights=PF32, num_tokens=I32, stride=I32, NUM_EXPERTS=512, TOP_K=22, SIGMOID=True, NORM=True, SUM_EPS=0.0, SCALE=5.0,
+     GROUPS=1, TOP_GROUPS=1, TOKENS=4, LANES=512, SLOTS=32)
 for _pairs, _largest in ((16, False), (48, True)):
     case(f"list_kernel {_pairs} pairs", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32,
          out_units=PI32, out_num_read=PI32, num_pairs=I32, num_units=I32,
