@@ -158,6 +158,22 @@ def test_what_a_layer_keeps_of_a_row() -> None:
     assert (len(kept), sum(own.row[0].nbytes for own in kept)) == (23, 23 * 2**21)
 
 
+def test_plan_says_what_rows_keep_and_rounds_move() -> None:
+    spec = shape_spec("nemotron3-nano-30b-a3b")
+    run = spec.computing(torch.bfloat16, 16, draft_len=3)
+    about = [one for one in spec.about(run) if one.model]
+    assert [(own.model[0][0], own.memory) for own in about] == [
+        ("recurrent", (("states", "48.2 MB a row in float32, of 23 Mamba2 layers"),))
+    ]
+    mixer = spec.layers[0].mixer
+    assert mixer is not None
+    work = mixer.round_work(run, 1000.0, 4.0)
+    assert (work.state_bytes, work.page_bytes) == (4 * 64 * 64 * 128, 0)
+    assert 0 < work.token_bytes < 0.2 * 2 * work.state_bytes
+    # Of each head: C B' and W X over a chunk of 64, C S' and the change of S.
+    assert mixer.prompt_work(run, 1000.0, ends_only=False).flop == 4.5 * 64 * (2 * 64 * (128 + 64) + 4 * 128 * 64)
+
+
 NANO_30B: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "auto_map": {
