@@ -46,6 +46,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
         ("nemotron3-nano-30b-a3b", 63.2, 3.2e9, 48.2, 6_144),
         ("nemotron3-nano-30b-a3b-fp8", 32.7, 3.2e9, 48.2, 6_144),
         ("nemotron3-super-120b-a12b", 241.3, 12.2e9, 167.8, 8_192),
+        ("nemotron3-super-120b-a12b-nvfp4", 73.4, 12.2e9, 167.8, 8_192),
         ("granite4-h-tiny", 13.9, 1.5e9, 56.6, 8_192),
     ],
 )

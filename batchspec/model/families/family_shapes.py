@@ -100,6 +100,20 @@ def _modelopt(algorithm: str) -> dict[str, Any]:
     }
 
 
+def _mixed(pattern: str) -> dict[str, Any]:
+    """Experts in NVFP4; projections of Mamba2 layers and shared experts in FP8: NVIDIA's checkpoint leaves some in bf16."""
+    layers = {f"backbone.layers.{i}.mixer.experts": "NVFP4" for i, letter in enumerate(pattern) if letter == "E"}
+    layers |= {f"backbone.layers.{i}.mixer.shared_experts": "FP8" for i, letter in enumerate(pattern) if letter == "E"}
+    parts = ("in_proj", "out_proj")
+    layers |= {f"backbone.layers.{i}.mixer.{part}": "FP8" for i, letter in enumerate(pattern) if letter == "M" for part in parts}
+    return {
+        "quantization_config": {
+            "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": [],
+            "quantized_layers": {name: {"quant_algo": algorithm} for name, algorithm in layers.items()},
+        }
+    }
+
+
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {
         "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
@@ -206,6 +220,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "nemotron3-nano-30b-a3b-fp8": _NEMOTRON3_NANO | _modelopt("FP8"),
     "nemotron3-nano-30b-a3b-nvfp4": _NEMOTRON3_NANO | _modelopt("NVFP4"),
     "nemotron3-super-120b-a12b": _NEMOTRON3_SUPER,
+    "nemotron3-super-120b-a12b-nvfp4": _NEMOTRON3_SUPER | _mixed(_NEMOTRON3_SUPER["hybrid_override_pattern"]),
     "nemotron-nano-9b": _NEMOTRON_H | {
         "hidden_size": 4480, "intermediate_size": 15680, "num_hidden_layers": 56, "num_attention_heads": 40,
         "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_key_value_heads": 8,
