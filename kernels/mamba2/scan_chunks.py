@@ -87,9 +87,9 @@ def scan_chunks(
 ) -> None:
     """Write y of a prefill pass's T tokens, and store the state of each of its rows after its last token.
 
-    xbc, dt, out  as of `scan_steps`; fp64 only in the interpreter and on a CPU state         the state after each row's tokens
-    before this pass; that of a row that begins at position 0 is zero, whatever the
-                  slot holds. `folded` and the rings are neither read nor written
+    xbc, dt, out  as of `scan_steps`; fp64 only in the interpreter and on a CPU
+    state         the state after each row's tokens before this pass; that of a row that begins at position 0 is zero, whatever
+                  the slot holds. `folded` and the rings are neither read nor written
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
