@@ -61,12 +61,13 @@ class Survey:
     def _compare_prefix(self, request: Request) -> None:
         if len(self.prompt_tokens) > PREFIX_ROWS:
             return
-        known = request.prompt_ids if self.common is None else self.common
-        known = known[: len(request.prompt_ids)]
-        differs = np.flatnonzero(known != request.prompt_ids[: len(known)])
+        ids = request.grouping_ids
+        known = ids if self.common is None else self.common
+        known = known[: len(ids)]
+        differs = np.flatnonzero(known != ids[: len(known)])
         self.common = known[: differs[0]] if len(differs) else known
-        if len(request.prompt_ids) >= PREFIX_TOKENS:
-            prefix = (request.adapter, request.prompt_ids[:PREFIX_TOKENS].tobytes())
+        if len(ids) >= PREFIX_TOKENS:
+            prefix = (request.adapter, ids[:PREFIX_TOKENS].tobytes())
             self.shares_prefix = self.shares_prefix or prefix in self.prefixes
             self.prefixes.add(prefix)
 
