@@ -130,6 +130,10 @@ class ResidualStream:
         normed = rms_norm(self.residual, norm, eps)
         return normed if out is None else out.copy_(normed)
 
+    def add_rows(self, places: Tensor, rows: Tensor) -> None:
+        """Add rows [N, H] to the tokens at places int64 [N], which are different."""
+        self._summed(None).index_add_(0, places, rows)
+
     def settle(self, out_aux: Tensor) -> None:
         self._summed(out_aux)
 
