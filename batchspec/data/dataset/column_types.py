@@ -64,6 +64,20 @@ def _is_tools(kind: pa.DataType) -> bool:
     return _is_object(kind) or (is_list(kind) and _is_object(kind.value_type))
 
 
+def _is_image(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
+    return _is_bytes(kind) or is_text(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return kind in (pa.binary(), pa.large_binary(), pa.binary_view())
+
+
+def _is_images(kind: pa.DataType) -> bool:
+    return _is_image(kind.value_type if is_list(kind) else kind)
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnType:
     """What the cells of a column may be."""
@@ -88,6 +102,10 @@ COLUMN_TYPES = {
         ("list", "text"), pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
     ),
     "token_ids": ColumnType("list of integers", _is_token_ids, ("list",), pa.list_(pa.int32())),
+    "images": ColumnType(
+        "bytes, struct<bytes, path>, a data URL, or a list of these", _is_images, ("text", "list", "object"),
+        pa.list_(pa.string()),
+    ),
     "integer": ColumnType("integer", _is_number, ("number",), pa.int64()),
     "number": ColumnType("float or integer", _is_number, ("number",), pa.float64()),
     "boolean": ColumnType("boolean", pa.types.is_boolean, ("bool",), pa.bool_()),

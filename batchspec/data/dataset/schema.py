@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.config.schema import OutputConfig
-from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.data.dataset.messages import THINKING_FIELD, TOOL_FIELDS, may_call_tools
 from batchspec.data.dataset.plain_types import plain_type
 from batchspec.errors import ConfigError, InputError
@@ -72,7 +72,7 @@ def output_schema(
     channels  the model's outputs have channels (harmony), so that messages may have a field for the thought
     task      what the job does to each row
     An input column `messages`, `prompt_ids` or `seed` that is mapped, or `request_id` that is the id, is not copied, because the
-    output's column of that name has its values.
+    output's column of that name has its values. Neither is the column of images, unless output.passthrough names it.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column,
     and InputError for a column that cannot be copied.
     """
@@ -85,7 +85,8 @@ def output_schema(
 def columns_read(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> list[str]:
     """The input's columns that the rows of a job are made of. `output_schema` has checked output.passthrough."""
     wish = output.passthrough
-    copied = input_schema.names if wish == "all" else () if wish == "none" else wish
+    everything = [name for name in input_schema.names if name != columns.get(IMAGES)]
+    copied = everything if wish == "all" else () if wish == "none" else wish
     return [*columns.read, *copied]
 
 
@@ -160,7 +161,7 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
         return []
     everything = wish == "all"
     there = list(input_schema.names)
-    names = there if everything else list(dict.fromkeys(wish))
+    names = [name for name in there if name != columns.get(IMAGES)] if everything else list(dict.fromkeys(wish))
     known = set(there)
     for name in names:
         if name not in known:

@@ -1,0 +1,59 @@
+"""Which jobs read images, and what is not supported with them yet: each is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchspec.checkpoint.files import ModelFiles, stored_tensors
+from batchspec.config.schema import RunConfig
+from batchspec.data.dataset.columns import IMAGES, ColumnMap
+from batchspec.errors import ConfigError
+from batchspec.images.header import pillow
+from batchspec.model.quant.plain import Plain
+from batchspec.model.spec import ModelSpec
+from batchspec.model.vision.registry import load_eye
+from batchspec.model.weight_checks import check_tensors
+from batchspec.tasks.registry import task_of
+
+DRAFTERS = ("auto", "none", "lookup")
+"""Those that read no embedding of a prompt."""
+
+
+def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, ColumnMap]:
+    """The configuration and columns of a job, which say whether its prompts may have images. Raises ConfigError for prompts that
+    are no chats."""
+    column = columns.get(IMAGES)
+    if column is None and not config.model.eye:
+        return config, columns
+    why = "model.eye=true" if column is None else f"input.columns.images={column}"
+    if columns.prompt_kind == "prompt_ids" or (columns.prompt_kind == "prompt" and not config.input.chat):
+        raise ConfigError(f"{why}: images are read in chats, and the prompts of this input are {columns.prompt_kind}; set "
+                          "input.chat=true, give messages, or remove the key")
+    return replace(config, model=replace(config.model, eye=True)), replace(columns, has_images=True)
+
+
+def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelSpec:
+    """The spec with the eye of the model's files, if the job has images. Raises ConfigError for what is not supported with them,
+    and CheckpointError for a model without an eye."""
+    if not config.model.eye:
+        return spec
+    pillow()
+    refused = {
+        f"task={config.task}": not task_of(config).decodes,
+        f"draft={config.draft.name}": config.draft.name not in DRAFTERS,
+        f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
+        "cache.dtype=fp8": config.cache.dtype == "fp8",
+        "decode.deterministic=true": config.decode.deterministic,
+        f"model.quantize={config.model.quantize}": config.model.quantize is not None,
+        f"model.adapter={config.model.adapter}": config.model.adapter is not None,
+        f"model.adapters={{{','.join(config.model.adapters)}}}": bool(config.model.adapters),
+        "a model with quantised weights": not all(isinstance(own, Plain) for own in spec.formats.all),
+    }
+    if found := [name for name, is_asked in refused.items() if is_asked]:
+        raise ConfigError(
+            f"{found[0]} is not supported with images (input.columns.images, model.eye); leave it out, or the images"
+        )
+    eye = load_eye(files.folder)
+    if config.model.load_format != "dummy":
+        check_tensors(files.where, eye, eye.own(files.where, stored_tensors(files)))
+    return replace(spec, eye=eye)
