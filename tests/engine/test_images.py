@@ -31,6 +31,7 @@ from tests.helpers.image_models import (
 )
 
 KINDS = ("qwen3_5", "qwen3_vl")
+MOE = "qwen3_5_moe"
 A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
 ROWS: tuple[tuple[int | bytes, ...], ...] = (
     (9,), (A, 7), (5, B, 1, C, 3, picture(10, 10, 4)), (3, picture(100, 20, 5)), (70, C, 2), (C,),
@@ -43,6 +44,7 @@ ONE_SLOT = replace(BATCH, num_slots=1, row_buckets=(1,))
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
+    make_image_model(folder / MOE, MOE, seed=3)
     for kind in KINDS:
         make_image_model(folder / kind, kind, seed=3)
         make_image_model(folder / f"{kind}-64", kind, seed=3, dtype=torch.float64)
@@ -76,7 +78,7 @@ def test_sixty_four_greedy_tokens_are_those_of_transformers(kind: str, chunk: in
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, MOE])
 def test_log_probabilities_are_those_of_transformers(kind: str, models: Path) -> None:
     """Of the likeliest 20 tokens after the prompt and after each token of the answer."""
     target, model = image_target(models / kind), theirs(models / kind)

@@ -39,7 +39,7 @@ TEMPLATE = CHAT_TEMPLATE.replace(
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}",
 )
-VISION: dict[str, dict[str, Any]] = {"qwen3_5": {}, "qwen3_vl": {"deepstack_visual_indexes": [2, 0]}}
+VISION: dict[str, dict[str, Any]] = {"qwen3_5": {}, "qwen3_5_moe": {}, "qwen3_vl": {"deepstack_visual_indexes": [2, 0]}}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3,
@@ -55,6 +55,11 @@ SHAPES: dict[str, dict[str, Any]] = {
             "mrope_interleaved": True,
         },
     },
+}
+
+
+SHAPES["qwen3_5_moe"] = SHAPES["qwen3_5"] | {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
 }
 
 

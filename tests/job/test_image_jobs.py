@@ -258,6 +258,6 @@ def test_a_stopped_job_goes_on_and_continues_cut_answers_and_verify_finds_no_dif
 
 
 def test_warm_engines_and_training_refuse_the_eye_by_name(vl: Path) -> None:
-    with pytest.raises(ConfigError, match="model.eye=true: a warm engine reads no images yet"):
+    with pytest.raises(ConfigError, match=r"model\.eye=true: a warm engine reads no images yet"):
         job_without_rows(open_model(compose([f"model.path={vl}", "model.eye=true", "decode.max_new_tokens=20"])))
     assert "model.eye" in UNREAD

@@ -29,7 +29,7 @@ from batchspec.records import ImagePiece
 from tests.helpers.image_models import make_image_model, picture, theirs
 
 CPU = torch.device("cpu")
-KINDS = ("qwen3_5", "qwen3_vl")
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
 SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (8, 120))
 
 
