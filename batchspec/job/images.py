@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import IMAGES, ColumnMap
@@ -32,13 +34,14 @@ def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, Colum
     return replace(config, model=replace(config.model, eye=True)), replace(columns, has_images=True)
 
 
-def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelSpec:
-    """The spec with the eye of the model's files, if the job has images. Raises ConfigError for what is not supported with them,
-    and CheckpointError for a model without an eye."""
+def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles, device: torch.device) -> ModelSpec:
+    """The spec with the eye of the model's files, if the job has images, for this device. Raises ConfigError for what is not
+    supported with them, and CheckpointError for a model without an eye."""
     if not config.model.eye:
         return spec
     pillow()
     refused = {
+        "a GPU (set device=cpu)": device.type == "cuda",  # the same plain torch would run there, but never has
         f"task={config.task}": not task_of(config).decodes,
         f"draft={config.draft.name}": config.draft.name not in DRAFTERS,
         f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,

@@ -256,10 +256,10 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     if not dummy:
         spec = judge_model(model, spec)
     spec = spec.quantised(config.model.quantize)
-    spec = with_eye(config, spec, model)
+    device = choose_device(config.device if on_this_machine else "cpu")
+    spec = with_eye(config, spec, model, device)
     config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None, images=spec.eye is not None)
     adapter, adapters = open_adapters(config, spec)
-    device = choose_device(config.device if on_this_machine else "cpu")
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
         check_fp8_kv("calibrate" if dummy else config.cache.scales, spec, model, device)

@@ -34,7 +34,8 @@ def test_hashes_are_equal_exactly_where_tokens_images_and_the_next_token_are(
                 ids[place], seen[place] = PAD, (PAD, piece.digest, place - piece.begin)
         return prefix_hashes(ids, 4, images=[piece for piece in pieces if piece.begin < 40]), seen
 
-    others = [places, [*places[:1], *places[2:]], [(gap, length, b"b") for gap, length, _ in places]]
+    longer = [(gap, length % 9 + 1, digest) for gap, length, digest in places]
+    others = [places, [*places[:1], *places[2:]], [(gap, length, b"b") for gap, length, _ in places], longer]
     other = data.draw(st.sampled_from(others))
     (ours, seen), (found, expected) = made(places), made(other)
     assert len(ours) == 9

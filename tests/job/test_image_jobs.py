@@ -23,6 +23,8 @@ from batchspec.errors import CheckpointError, ConfigError, InputError
 from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job, open_model
 from batchspec.job.runner.identity import job_fingerprint
+from batchspec.kernels.common.card import assumed
+from batchspec.tuning.cards import known_card
 from batchspec.warm.loading import job_without_rows
 from tests.helpers.image_models import add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
@@ -207,6 +209,11 @@ def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path
     embeds = ["decode.max_new_tokens=1024", "decode.ignore_eos=false"]
     more = {"draft=window": ["draft.window=8"], "task=embed": embeds}.get(key, [])
     assert f"{key} is not supported with images" in refused(vl, tmp_path, key, *more, "input.columns={images:images}")
+
+
+def test_a_gpu_is_refused_until_the_encoder_has_run_on_one(vl: Path, tmp_path: Path) -> None:
+    with assumed(known_card("H200").card):
+        assert "a GPU (set device=cpu) is not supported with images" in refused(vl, tmp_path, "input.columns={images:images}")
 
 
 def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Path, tmp_path: Path) -> None:
