@@ -99,6 +99,8 @@ class Snapshot:
     decode_s: float
     num_discarded: int = 0
     num_forced: int = 0
+    image_digest: str | None = None
+    """As `Request.image_digest`: the tokens are an answer to these images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +287,11 @@ class Request:
         return ids
 
     @property
+    def image_digest(self) -> str | None:
+        """What determines the pixels of all its images, in hexadecimal; None without images."""
+        return b"".join(piece.digest for piece in self.images).hex() or None
+
+    @property
     def device_limit(self) -> int:
         """Number of output tokens after which the row ends on the device: max_new_tokens, or synthetic_len if that is smaller."""
         return self.max_new_tokens if self.synthetic_len is None else min(self.max_new_tokens, self.synthetic_len)
@@ -412,6 +419,8 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     predicted_tokens: int | None = None
     cached_tokens: int = 0
     """Prompt tokens whose K/V came from a shared prefix."""
+    image_digest: str | None = None
+    """As `Request.image_digest`."""
     stats: RowStats | None = None
     error: RowError | None = None
 
@@ -431,5 +440,6 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
         return Completion(
             request_id=self.request_id, row_index=self.row_index, sample_index=self.sample_index, shard=self.shard,
             status="error", finish_reason="error", prompt_ids=self.prompt_ids, seed=self.seed,
-            predicted_tokens=self.predicted_tokens, cached_tokens=self.cached_tokens, stats=stats, error=error,
+            predicted_tokens=self.predicted_tokens, cached_tokens=self.cached_tokens, image_digest=self.image_digest,
+            stats=stats, error=error,
         )

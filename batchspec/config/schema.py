@@ -170,6 +170,8 @@ class InputConfig:
     columns: dict[str, str | None] = key({}, example="{prompt: COLUMN}")
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""
+    image_root: str | None = key(None, path=True)
+    """Local folder: images that the input names by a path are files below it. null: such a row is an error row."""
     prompt: str | None = None
     """Jinja template of each row's prompt, whose variables are the input's columns, e.g. "Question: {{ q }} Answer:". @FILE reads
     it from a file. null: the prompts are a column."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -24,9 +25,13 @@ DRAFTERS = ("auto", "none", "lookup")
 def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, ColumnMap]:
     """The configuration and columns of a job, which say whether its prompts may have images. Raises ConfigError for prompts that
     are no chats."""
-    column = columns.get(IMAGES)
+    column, root = columns.get(IMAGES), config.input.image_root
     if column is None and not config.model.eye:
+        if root is not None:
+            raise ConfigError(f"input.image_root={root} has no effect without input.columns.images or model.eye; remove the key")
         return config, columns
+    if root is not None and not Path(root).is_dir():
+        raise ConfigError(f"input.image_root={root}: no such folder on this machine; correct it, or give images as bytes")
     why = "model.eye=true" if column is None else f"input.columns.images={column}"
     if columns.prompt_kind == "prompt_ids" or (columns.prompt_kind == "prompt" and not config.input.chat):
         raise ConfigError(f"{why}: images are read in chats, and the prompts of this input are {columns.prompt_kind}; set "

@@ -35,6 +35,7 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -127,7 +128,9 @@ class Admission:
         self.encoder = PromptEncoder(
             self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len,
             cuts_end=self._rows_of_task.cuts_end,
-            images=None if spec.eye is None else PromptImages(spec.eye.rule, columns.get(IMAGES) is not None),
+            images=None if spec.eye is None else PromptImages(
+                spec.eye.rule, columns.get(IMAGES) is not None, Path(root) if (root := config.input.image_root) else None
+            ),
         )
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
 

@@ -1,6 +1,6 @@
 """The images of a row's prompt: from its cells and the parts of its chat to pieces of the token ids. Bad ones raise BadRow.
 
-missing_image  an image that is null, or only named by a path or URL: nothing is fetched
+missing_image  an image that is null, is no file below input.image_root, or is a URL: nothing is fetched
 bad_image      bytes or base64 that are no image that is read; extreme sides
 large_image    more bytes or pixels than the limit, found before it is decoded
 image_count    images of the row's column and the places for them differ in number; a placeholder in a text
@@ -12,6 +12,7 @@ import binascii
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ import numpy as np
 from batchspec.console.text import quoted
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
-from batchspec.images.header import BadImage, read_header
+from batchspec.images.header import MOST_BYTES, BadImage, read_header
 from batchspec.images.rule import ImageRule
+from batchspec.process.local_files import open_regular
 from batchspec.records import Ids, ImagePiece
 
 COLUMN = "images"
@@ -37,10 +39,13 @@ class Prompt:
 
 @dataclass(slots=True)
 class PromptImages:
-    """Reads images by the rule of a model. from_column: rows have a column of images, which their chats mark."""
+    """Reads images by the rule of a model."""
 
     rule: ImageRule
     from_column: bool
+    """Whether rows have a column of images, which their chats mark."""
+    root: Path | None
+    """Folder of the images that are named by a path; None: none is."""
 
     def placed(
         self, turns: Sequence[Message], given: Sequence[Any], cell: Any, *, adds: bool
@@ -68,8 +73,20 @@ class PromptImages:
             )
         left = iter(column)
         return turns, [
-            encoded(next(left) if isinstance(one, FromColumn) else one, number) for number, one in enumerate(given, 1)
+            self._encoded(next(left) if isinstance(one, FromColumn) else one, number) for number, one in enumerate(given, 1)
         ]
+
+    def _encoded(self, given: Any, number: int) -> bytes:
+        """The bytes of an image: of itself, of a struct {bytes, path}, of a data URL, or of a file below `root`."""
+        if isinstance(given, Mapping):
+            given = given.get("bytes") or given.get("path")
+        if isinstance(given, bytes | bytearray | memoryview):
+            return bytes(given)
+        if given is None or given == "":
+            raise BadRow("missing_image", f"image {number} is null; give its bytes, or take its part out of the chat")
+        if not isinstance(given, str):
+            raise BadRow("bad_image", f"image {number} is no bytes, struct of bytes, path or data URL; correct it")
+        return of_data_url(given, number) if given.startswith("data:") else of_file(given, self.root, number)
 
     def expanded(self, ids: Ids, images: Sequence[bytes]) -> Prompt:
         """The prompt in which each placeholder is as many tokens as its image takes."""
@@ -134,23 +151,30 @@ def _split(part: Mapping[str, str]) -> list[Mapping[str, str]]:
     return found
 
 
-def encoded(given: Any, number: int) -> bytes:
-    """The bytes of an image: of itself, of a struct {bytes, path}, or of a data URL. number: for messages, from 1."""
-    if isinstance(given, Mapping):
-        given = given.get("bytes") or given.get("path")
-    if isinstance(given, bytes | bytearray | memoryview):
-        return bytes(given)
-    if given is None or given == "":
-        raise BadRow("missing_image", f"image {number} is null; give its bytes, or take its part out of the chat")
-    if not isinstance(given, str):
-        raise BadRow("bad_image", f"image {number} is no bytes, struct of bytes or data URL; correct it")
-    head, found, data = given.partition(_BASE64)
-    if not given.startswith("data:"):
-        said = f"image {number} is given by the name {quoted(given[:80])}, and neither files nor URLs are read"
-        raise BadRow("missing_image", f"{said}; give its bytes, or a data URL")
+def of_data_url(url: str, number: int) -> bytes:
+    """The bytes in a data URL. number: of the image in its row, from 1, for messages."""
+    head, found, data = url.partition(_BASE64)
     if not found or not head.startswith("data:image/"):
-        raise BadRow("bad_image", f"image {number} is a URL that begins with {quoted(given[:40])}; write data:image/png;base64,")
+        raise BadRow("bad_image", f"image {number} is a URL that begins with {quoted(url[:40])}; write data:image/png;base64,")
     try:
         return b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadRow("bad_image", f"image {number}: its base64 is not valid ({error}); correct it") from None
+
+
+def of_file(path: str, root: Path | None, number: int) -> bytes:
+    """The bytes of a file below `root`, links followed. It is missing, and may be there later, if it cannot be read."""
+    where = f"image {number} is the file {quoted(path[:200])}"
+    if root is None or "://" in path:
+        said = "nothing is fetched from a network" if "://" in path else "input.image_root names no folder of images"
+        raise BadRow("missing_image", f"image {number} is given by the name {quoted(path[:80])}, and {said}; give its bytes")
+    try:
+        file = (root / path).resolve()
+        if not file.is_relative_to(root.resolve()):
+            raise BadRow("missing_image", f"{where}, which is outside of input.image_root={root}; correct it")
+        with open_regular(file) as opened:
+            data = opened.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise BadRow("missing_image", f"{where} of input.image_root={root}: {said}", retryable=True) from None
+    return data

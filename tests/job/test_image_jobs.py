@@ -134,8 +134,8 @@ BAD: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("no mark", user("hello"), [A], "image_count", "0 parts .* of the column, which are 1"),
     ("no image", user("<image>"), None, "image_count", "1 parts .* of the column, which are 0"),
     ("null", user("<image>"), [None], "missing_image", "image 1 is null"),
-    ("name", user("<image>"), ["cats/1.png"], "missing_image", "'cats/1.png', and neither files nor URLs are read"),
-    ("url", user("<image>"), ["https://x.org/1.png"], "missing_image", "neither files nor URLs"),
+    ("name", user("<image>"), ["cats/1.png"], "missing_image", "'cats/1.png', and input.image_root names no folder"),
+    ("url", user("<image>"), ["https://x.org/1.png"], "missing_image", "nothing is fetched from a network"),
     ("base64", user("<image>"), ["data:image/png;base64,!!"], "bad_image", "base64 is not valid"),
     ("text", user("<image>"), ["data:text/plain;base64,aGk="], "bad_image", "is a URL that begins with"),
     ("format", user("<image>"), [url(b"hello")], "bad_image", "begins with 68 65 6c 6c 6f"),
@@ -211,6 +211,50 @@ def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path
     assert f"{key} is not supported with images" in refused(vl, tmp_path, key, *more, "input.columns={images:images}")
 
 
+@pytest.mark.second
+def test_images_are_files_below_a_folder_and_a_missing_one_may_come_later(vl: Path, tmp_path: Path) -> None:
+    root = tmp_path / "pictures"
+    (root / "deep").mkdir(parents=True)
+    (root / "deep/a.png").write_bytes(A)
+    (root / "out.png").symlink_to(tmp_path / "in.parquet")
+    (root / "folder.png").mkdir()
+    names = ["deep/a.png", str(root / "deep/a.png"), "b.png", "../in.parquet", "out.png", "folder.png", "https://x.org/a.png"]
+    rows = [{"messages": user("<image>Go"), "images": {"bytes": None, "path": name}} for name in names]
+    keys = ["input.columns={images:images}", f"input.image_root={root}", "decode.max_new_tokens=12"]
+    found = done(vl, tmp_path, rows, *keys)
+    codes = [(row["error"]["code"], row["error"]["retryable"]) if row["error"] else None for row in found]
+    assert codes == [None, None, *[("missing_image", True)], *[("missing_image", False)] * 2, ("missing_image", True), codes[-1]]
+    assert codes[-1] == ("missing_image", False)
+    assert found[0]["token_ids"] == found[1]["token_ids"]
+    assert found[0]["image_digest"] == found[1]["image_digest"]
+    (root / "b.png").write_bytes(A)
+    assert run.main(words(vl, tmp_path, *keys, "resume=error")) == 0
+    again = {row["row_index"]: row for path in (tmp_path / "out/data").glob("*") for row in pl.read_parquet(path).to_dicts()}
+    assert again[2]["token_ids"] == found[0]["token_ids"]
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("how", ["resume", "resume=length"])
+def test_tokens_that_were_saved_for_another_image_end_the_run(
+    how: str, vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The file behind a path has changed since: the rows that are continued would answer about two images."""
+    (tmp_path / "a.png").write_bytes(A)
+    rows = [{"id": f"q{i}", "messages": user(f"<image>{i}"), "images": "a.png"} for i in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    keys = ["input.columns={images:images}", f"input.image_root={tmp_path}", "output.shard_rows=3", "packing.max_num_seqs=4"]
+    cut = words(vl, tmp_path, *keys, "decode.max_new_tokens=12")
+    if how == "resume":
+        code, said = run_apart(cut, tmp_path / "log", partial(signalled_after_commits, 1, signal.SIGTERM))
+        assert code != 0, said
+    else:
+        assert run.main(cut) == 0
+    (tmp_path / "a.png").write_bytes(B)
+    capfd.readouterr()
+    assert run.main(cut if how == "resume" else words(vl, tmp_path, *keys, "decode.max_new_tokens=20", how)) == 2
+    assert "has other images now than when its tokens were saved" in capfd.readouterr().err
+
+
 def test_a_gpu_is_refused_until_the_encoder_has_run_on_one(vl: Path, tmp_path: Path) -> None:
     with assumed(known_card("H200").card):
         assert "a GPU (set device=cpu) is not supported with images" in refused(vl, tmp_path, "input.columns={images:images}")
@@ -220,6 +264,8 @@ def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Pat
     plain = {"prompt": "a", "images": A}
     assert "images are read in chats" in refused(vl, tmp_path, "input.columns={images:images}", row=plain)
     assert "images are read in chats" in refused(vl, tmp_path, "model.eye=true", row={"prompt_ids": [1, 2]})
+    assert "no such folder" in refused(vl, tmp_path, "input.columns={images:images}", f"input.image_root={tmp_path}/none")
+    assert "has no effect without" in refused(vl, tmp_path, f"input.image_root={tmp_path}", row={"prompt": "a"})
     llama = add_marks(make_checkpoint(tmp_path / "llama", "llama"))
     assert "no part for images" in refused(llama, tmp_path, "input.columns={images:images}")
     said = refused(vl, tmp_path, "input.columns={images:images}", row={**ROW, "images": 3})

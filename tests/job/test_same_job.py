@@ -168,7 +168,7 @@ ONLY_WITH = {
 }
 """Keys that are refused, or have no effect, without another one."""
 NO_PART = re.compile(
-    r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.(max_error_fraction|num_workers|config_name|split)"
+    r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.(max_error_fraction|num_workers|config_name|split|image_root)"
     r"|output\.(dir|dedup|openai|overwrite|license|push_to_hub|push_private|push_overwrite)|device"
 )
 """Keys that say where a job lies and how it is run."""

@@ -11,8 +11,8 @@ TURNS = (("role", "content"), ("from", "value"))
 """Fields of a message, OpenAI's and ShareGPT's."""
 
 
-def is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
+def is_text(kind: pa.DataType | None) -> bool:
+    if kind is not None and pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
@@ -66,11 +66,12 @@ def _is_tools(kind: pa.DataType) -> bool:
 
 def _is_image(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
+        fields = {field.name: field.type for field in kind}
+        return _is_bytes(fields.get("bytes")) or is_text(fields.get("path"))
     return _is_bytes(kind) or is_text(kind)
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
+def _is_bytes(kind: pa.DataType | None) -> bool:
     return kind in (pa.binary(), pa.large_binary(), pa.binary_view())
 
 
@@ -103,7 +104,7 @@ COLUMN_TYPES = {
     ),
     "token_ids": ColumnType("list of integers", _is_token_ids, ("list",), pa.list_(pa.int32())),
     "images": ColumnType(
-        "bytes, struct<bytes, path>, a data URL, or a list of these", _is_images, ("text", "list", "object"),
+        "bytes, struct<bytes, path>, a path, a data URL, or a list of these", _is_images, ("text", "list", "object"),
         pa.list_(pa.string()),
     ),
     "integer": ColumnType("integer", _is_number, ("number",), pa.int64()),

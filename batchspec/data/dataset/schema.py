@@ -77,7 +77,7 @@ def output_schema(
     and InputError for a column that cannot be copied.
     """
     messages = messages_type(input_schema, columns, output, calls=calls, channels=channels)
-    own = _own_fields(output, messages, calls=calls, task=task)
+    own = _own_fields(output, messages, calls=calls, task=task, images=columns.has_images)
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
     return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
@@ -100,12 +100,13 @@ def messages_type(
     return TOOL_MESSAGES if in_prompt or calls else MESSAGES
 
 
-def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, task: Task) -> list[pa.Field]:
+def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, task: Task, images: bool) -> list[pa.Field]:
     optional = {
         "messages": output.messages != "none",
         "prompt_ids": output.prompt_ids,
         "token_ids": output.token_ids,
         "tool_calls": calls,
+        "image_digest": images,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
     }
@@ -146,6 +147,7 @@ def _every_field(messages: pa.DataType, top: pa.DataType, embedding: pa.DataType
         pa.field("embedding", embedding),
         pa.field("usage", USAGE),
         pa.field("seed", pa.int64()),
+        pa.field("image_digest", pa.string()),
         pa.field("error", ERROR),
         pa.field("spec_decode", SPEC_DECODE),
         pa.field("perf", PERF),

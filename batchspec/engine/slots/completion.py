@@ -32,6 +32,7 @@ def completion_of(
         seed=request.seed,
         predicted_tokens=request.predicted_tokens,
         cached_tokens=state.cached_tokens,
+        image_digest=request.image_digest,
         status="error",
         finish_reason="error",
         stats=_stats(state, drafter, slot, now, nodes),
