@@ -172,6 +172,15 @@ class InputConfig:
     name."""
     image_root: str | None = key(None, path=True)
     """Local folder: images that the input names by a path are files below it. null: such a row is an error row."""
+    min_pixels: int | None = key(
+        None, low=1, advice="null is the model's own", column=Column("integer", must_be_mapped=True), advanced=True
+    )
+    """Images with fewer pixels are enlarged to about as many. null is what preprocessor_config.json says."""
+    max_pixels: int | None = key(
+        None, low=1, advice="null is the model's own", column=Column("integer", must_be_mapped=True)
+    )
+    """Images with more pixels are reduced to about as many, and so take fewer tokens. null is what preprocessor_config.json
+    says."""
     prompt: str | None = None
     """Jinja template of each row's prompt, whose variables are the input's columns, e.g. "Question: {{ q }} Answer:". @FILE reads
     it from a file. null: the prompts are a column."""

@@ -4,7 +4,7 @@ Qwen3-VL and Qwen3.5 have too. Source: transformers 5, models/qwen2_vl/image_pro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -65,6 +65,15 @@ class ImageRule:
     def multiple(self) -> int:
         """Both sides are multiples of it."""
         return self.patch * self.merge
+
+    def within(self, least: int | None, most: int | None) -> ImageRule:
+        """The rule with other limits on pixels; None: the limit stays. Raises ValueError for limits that no size is within."""
+        found = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
+        if found.max_pixels < self.multiple**2:
+            raise ValueError(f"max_pixels={found.max_pixels} must be at least {self.multiple**2}, the pixels of a token")
+        if found.min_pixels > found.max_pixels:
+            raise ValueError(f"min_pixels={found.min_pixels} exceeds max_pixels={found.max_pixels}")
+        return found
 
     def fit(self, height: int, width: int) -> Fit:
         """The size to which an image of this size is resized. Raises BadImage for an extreme ratio of its sides."""

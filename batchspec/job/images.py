@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
+from batchspec.config.no_effect import refuse_given
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.errors import ConfigError
@@ -27,8 +28,10 @@ def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, Colum
     are no chats."""
     column, root = columns.get(IMAGES), config.input.image_root
     if column is None and not config.model.eye:
-        if root is not None:
-            raise ConfigError(f"input.image_root={root} has no effect without input.columns.images or model.eye; remove the key")
+        why = "has no effect without input.columns.images or model.eye; remove the key"
+        refuse_given(config, ["input.image_root", "input.min_pixels", "input.max_pixels"], why)
+        if mapped := [name for name in ("min_pixels", "max_pixels") if columns.get(name) is not None]:
+            raise ConfigError(f"input.columns.{mapped[0]}={columns.get(mapped[0])} {why}")
         return config, columns
     if root is not None and not Path(root).is_dir():
         raise ConfigError(f"input.image_root={root}: no such folder on this machine; correct it, or give images as bytes")
@@ -62,6 +65,10 @@ def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles, device: torc
             f"{found[0]} is not supported with images (input.columns.images, model.eye); leave it out, or the images"
         )
     eye = load_eye(files.folder)
+    try:
+        eye = replace(eye, rule=eye.rule.within(config.input.min_pixels, config.input.max_pixels))
+    except ValueError as error:
+        raise ConfigError(f"input.{error}; correct it, or leave it to the model") from None
     if config.model.load_format != "dummy":
         check_tensors(files.where, eye, eye.own(files.where, stored_tensors(files)))
     return replace(spec, eye=eye)

@@ -61,7 +61,7 @@ class PromptEncoder:
         if self.images is None and row.get(IMAGES) is not None:
             raise BadRow("no_eye", "the row has images, and the part of the model that encodes them is not loaded; drop the row")
         ids = self._ids(prompt, row, max_prompt_tokens, images)
-        found = Prompt(ids) if self.images is None else self.images.expanded(ids, images)
+        found = Prompt(ids) if self.images is None else self.images.expanded(ids, images, row)
         if len(found.ids) <= max_prompt_tokens:
             return found
         if found.images:
@@ -182,8 +182,8 @@ class PromptEncoder:
         return BadRow(
             "too_long",
             f"{len(prompt.ids) - of_images} tokens of text and {of_images} of images + {self.max_len - max_prompt_tokens} new "
-            f"tokens exceed model.max_len={self.max_len}, and no image is cut; take fewer or smaller images, or lower "
-            "max_new_tokens",
+            f"tokens exceed model.max_len={self.max_len}, and no image is cut; take fewer images, or lower "
+            "input.max_pixels or max_new_tokens",
             prompt_ids=prompt.ids, status="skipped" if self.input.on_overlong == "skip" else "error",
         )
 

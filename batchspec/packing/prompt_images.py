@@ -22,6 +22,7 @@ from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, 
 from batchspec.errors import BadRow
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
 from batchspec.images.rule import ImageRule
+from batchspec.packing.cells import number_option
 from batchspec.process.local_files import open_regular
 from batchspec.records import Ids, ImagePiece
 
@@ -46,6 +47,16 @@ class PromptImages:
     """Whether rows have a column of images, which their chats mark."""
     root: Path | None
     """Folder of the images that are named by a path; None: none is."""
+
+    def rule_of(self, row: Mapping[str, Any]) -> ImageRule:
+        """The rule with the row's own limits on pixels. Raises BadRow for limits that no size is within."""
+        least, most = (number_option(name, row) for name in ("min_pixels", "max_pixels"))
+        if least is None and most is None:
+            return self.rule
+        try:
+            return self.rule.within(None if least is None else int(least), None if most is None else int(most))
+        except ValueError as error:
+            raise BadRow("bad_parameter", f"{error}; correct it or leave it null") from None
 
     def placed(
         self, turns: Sequence[Message], given: Sequence[Any], cell: Any, *, adds: bool
@@ -88,8 +99,8 @@ class PromptImages:
             raise BadRow("bad_image", f"image {number} is no bytes, struct of bytes, path or data URL; correct it")
         return of_data_url(given, number) if given.startswith("data:") else of_file(given, self.root, number)
 
-    def expanded(self, ids: Ids, images: Sequence[bytes]) -> Prompt:
-        """The prompt in which each placeholder is as many tokens as its image takes."""
+    def expanded(self, ids: Ids, images: Sequence[bytes], row: Mapping[str, Any]) -> Prompt:
+        """The prompt in which each placeholder is as many tokens as its image takes, by the limits on pixels of this row."""
         places = np.flatnonzero(ids == self.rule.placeholder)
         if len(places) != len(images):
             raise BadRow(
@@ -97,27 +108,28 @@ class PromptImages:
                 f"the prompt has {len(places)} placeholders (token {self.rule.placeholder}) for {len(images)} images; a text "
                 "must not hold the placeholder, and the chat template must write one for each image; correct the row",
             )
-        pieces: list[ImagePiece] = []
+        pieces, rule = list[ImagePiece](), self.rule_of(row)
         lengths = np.ones(len(ids), np.int64)
         begin = shift = 0
         for number, (place, data) in enumerate(zip(places.tolist(), images, strict=True), 1):
             begin = place + shift
-            pieces.append(self._piece(data, begin, number))
+            pieces.append(_piece(rule, data, begin, number))
             lengths[place] = pieces[-1].length
             shift += pieces[-1].length - 1
         return Prompt(np.repeat(ids, lengths), tuple(pieces))
 
-    def _piece(self, data: bytes, begin: int, number: int) -> ImagePiece:
-        try:
-            header = read_header(data)
-            fit = self.rule.fit(header.height, header.width)
-        except BadImage as error:
-            raise BadRow(error.code, f"image {number}: {error}") from None
-        rows, cols = self.rule.grid(fit)
-        return ImagePiece(
-            begin=begin, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
-            digest=self.rule.digest(data, fit), source=data,
-        )
+
+def _piece(rule: ImageRule, data: bytes, begin: int, number: int) -> ImagePiece:
+    try:
+        header = read_header(data)
+        fit = rule.fit(header.height, header.width)
+    except BadImage as error:
+        raise BadRow(error.code, f"image {number}: {error}") from None
+    rows, cols = rule.grid(fit)
+    return ImagePiece(
+        begin=begin, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
+        digest=rule.digest(data, fit), source=data,
+    )
 
 
 def _with_marks(turns: Sequence[Message], given: Sequence[Any]) -> tuple[list[Message], list[Any]]:

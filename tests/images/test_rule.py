@@ -41,6 +41,16 @@ def test_min_pixels_and_max_pixels_replace_those_of_size() -> None:
     assert (rule(size={"min_pixels": 5, "max_pixels": 9}).min_pixels, rule().max_pixels) == (5, 4096)
 
 
+def test_limits_on_pixels_of_a_job_or_a_row_replace_those_of_the_model() -> None:
+    own = rule()
+    assert own.within(None, None) == own
+    assert own.within(2048, None).fit(32, 32) == smart_resize(32, 32, factor=32, min_pixels=2048, max_pixels=4096)
+    assert own.within(None, 1024).fit(64, 64) == Fit(32, 32)
+    for limits, said in (((None, 1023), "at least 1024"), ((5000, None), "min_pixels=5000 exceeds max_pixels=4096")):
+        with pytest.raises(ValueError, match=said):
+            own.within(*limits)
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from batchspec.job.runner.identity import job_fingerprint
 from batchspec.kernels.common.card import assumed
 from batchspec.tuning.cards import known_card
 from batchspec.warm.loading import job_without_rows
-from tests.helpers.image_models import add_marks, generated, make_image_model, picture, theirs
+from tests.helpers.image_models import PAD, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
 from tests.images.test_decode import png
@@ -234,6 +235,31 @@ def test_images_are_files_below_a_folder_and_a_missing_one_may_come_later(vl: Pa
 
 
 @pytest.mark.second
+def test_limits_on_pixels_of_the_job_and_of_a_row_change_tokens_as_the_processor_of_transformers_does(
+    vl: Path, tmp_path: Path
+) -> None:
+    rows = [{"messages": user("<image>"), "images": C, "most": most} for most in (None, 512, 128, 10)]
+    keys = ["input.columns={images:images,max_pixels:most}", "input.max_pixels=1024", "decode.max_new_tokens=9"]
+    found = done(vl, tmp_path, rows, *keys)
+    assert code_of(found[3])[0] == "bad_parameter"
+    assert "max_pixels=10 must be at least 64" in code_of(found[3])[1]
+    reference = theirs(vl)
+    for row, most in zip(found, (1024, 512, 128), strict=False):
+        copy = tmp_path / f"model{most}"
+        shutil.copytree(vl, copy)
+        values = json.loads((copy / "preprocessor_config.json").read_text())
+        values["size"]["longest_edge"] = most
+        (copy / "preprocessor_config.json").write_text(json.dumps(values))
+        assert row["prompt_ids"].count(PAD) <= most // 64
+        assert row["token_ids"] == generated(reference, copy, row["prompt_ids"], [C], 9)
+    prints = [
+        job_fingerprint(open_job(compose(words(vl, tmp_path, "input.columns={images:images}", *more))))["model.eye"]
+        for more in ([], ["input.max_pixels=640"], ["input.min_pixels=100"], ["input.max_pixels=4096"])
+    ]
+    assert [one == prints[0] for one in prints] == [True, False, False, True]
+
+
+@pytest.mark.second
 @pytest.mark.parametrize("how", ["resume", "resume=length"])
 def test_tokens_that_were_saved_for_another_image_end_the_run(
     how: str, vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -265,6 +291,11 @@ def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Pat
     assert "images are read in chats" in refused(vl, tmp_path, "input.columns={images:images}", row=plain)
     assert "images are read in chats" in refused(vl, tmp_path, "model.eye=true", row={"prompt_ids": [1, 2]})
     assert "no such folder" in refused(vl, tmp_path, "input.columns={images:images}", f"input.image_root={tmp_path}/none")
+    assert "input.max_pixels=9 has no effect without" in refused(vl, tmp_path, "input.max_pixels=9", row={"prompt": "a"})
+    columns = "input.columns={max_pixels:most}"
+    assert "max_pixels=most has no effect" in refused(vl, tmp_path, columns, row={"prompt": "a", "most": 9})
+    said = refused(vl, tmp_path, "input.columns={images:images}", "input.max_pixels=9")
+    assert "input.max_pixels=9 must be at least 64" in said
     assert "has no effect without" in refused(vl, tmp_path, f"input.image_root={tmp_path}", row={"prompt": "a"})
     llama = add_marks(make_checkpoint(tmp_path / "llama", "llama"))
     assert "no part for images" in refused(llama, tmp_path, "input.columns={images:images}")
