@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import batchspec
 from batchspec import cli, run
 from batchspec.config.compose import compose
 from batchspec.config.train_schema import UNREAD
@@ -345,3 +346,18 @@ def test_warm_engines_and_training_refuse_the_eye_by_name(vl: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.eye=true: a warm engine reads no images yet"):
         job_without_rows(open_model(compose([f"model.path={vl}", "model.eye=true", "decode.max_new_tokens=20"])))
     assert "model.eye" in UNREAD
+
+
+@pytest.mark.second
+def test_rows_in_memory_may_have_images_and_those_of_a_warm_engine_are_error_rows(vl: Path) -> None:
+    keys = [f"model.path={vl}", "model.dtype=float32", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
+    keys += ["output.token_ids=true", "input.columns={images:images}"]
+    rows = [{"messages": user("<image>Go"), "images": one} for one in (A, B, A)]
+    tables = [batchspec.generate(data, overrides=keys).to_dicts() for data in (rows, pl.DataFrame(rows))]
+    tokens = [[row["token_ids"] for row in table] for table in tables]
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] == tokens[0][2]
+    assert tokens[0][0] != tokens[0][1]
+    with batchspec.Engine(overrides=keys) as engine:
+        found = engine.generate(rows).to_dicts()
+    assert [row["error"]["code"] for row in found] == ["no_eye"] * 3
