@@ -421,6 +421,8 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     """Prompt tokens whose K/V came from a shared prefix."""
     image_digest: str | None = None
     """As `Request.image_digest`."""
+    image_tokens: int = 0
+    """Prompt tokens that are places of images."""
     stats: RowStats | None = None
     error: RowError | None = None
 
@@ -441,5 +443,5 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
             request_id=self.request_id, row_index=self.row_index, sample_index=self.sample_index, shard=self.shard,
             status="error", finish_reason="error", prompt_ids=self.prompt_ids, seed=self.seed,
             predicted_tokens=self.predicted_tokens, cached_tokens=self.cached_tokens, image_digest=self.image_digest,
-            stats=stats, error=error,
+            image_tokens=self.image_tokens, stats=stats, error=error,
         )

@@ -96,6 +96,8 @@ def test_the_tokens_of_a_job_are_those_of_transformers(draft: str, model: Path, 
     for row, out in zip(rows, found, strict=True):
         assert out["error"] is None
         assert out["token_ids"] == generated(reference, model, out["prompt_ids"], row["images"] or [], 64)
+        assert out["usage"]["image_tokens"] == out["prompt_ids"].count(PAD)
+        assert len(out["image_digest"] or "") == 32 * len(row["images"] or [])
     assert "images" not in found[0]
     assert found[1]["messages"][0]["content"] == "<image>What is this?"
 

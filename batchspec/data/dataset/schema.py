@@ -30,6 +30,8 @@ EMBEDDING = pa.list_(pa.float32(), 1)
 SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
 CHOICE_PROBS = pa.list_(pa.struct([("choice", pa.large_string()), ("prob", pa.float64()), ("logprob", pa.float64())]))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
+IMAGE_USAGE = pa.struct([*USAGE, ("image_tokens", pa.int32())])
+"""Of jobs whose prompts may have images: how many of the prompt's tokens are places of these."""
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
 SPEC_DECODE = pa.struct(
     [
@@ -112,7 +114,9 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, tas
     }
     optional |= {name: name in task.writes(output) for one in TASKS.values() for name in one.columns}
     top = TOP_TOKENS if output.logprob_tokens else TOP_LOGPROBS
-    return [field for field in _every_field(messages, top, _embedding(output, task.dim)) if optional.get(field.name, True)]
+    usage = IMAGE_USAGE if images else USAGE
+    every = _every_field(messages, top, _embedding(output, task.dim), usage)
+    return [field for field in every if optional.get(field.name, True)]
 
 
 def _embedding(output: OutputConfig, dim: int) -> pa.DataType:
@@ -120,7 +124,9 @@ def _embedding(output: OutputConfig, dim: int) -> pa.DataType:
     return pa.list_(pa.float16() if output.embedding_dtype == "float16" else pa.float32(), dim or 1)
 
 
-def _every_field(messages: pa.DataType, top: pa.DataType, embedding: pa.DataType = EMBEDDING) -> list[pa.Field]:
+def _every_field(
+    messages: pa.DataType, top: pa.DataType, embedding: pa.DataType = EMBEDDING, usage: pa.DataType = USAGE
+) -> list[pa.Field]:
     """The columns that a job may write itself, in their order."""
     ids = pa.list_(pa.int32())
     return [
@@ -145,7 +151,7 @@ def _every_field(messages: pa.DataType, top: pa.DataType, embedding: pa.DataType
         pa.field("choice_probs", CHOICE_PROBS),
         pa.field("scores", SCORES),
         pa.field("embedding", embedding),
-        pa.field("usage", USAGE),
+        pa.field("usage", usage),
         pa.field("seed", pa.int64()),
         pa.field("image_digest", pa.string()),
         pa.field("error", ERROR),
