@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
+from batchspec.engine.features import images
 from batchspec.engine.slots import expected_pages
 from batchspec.model.target import Target
 from batchspec.packing.equal_rows import answer_key
@@ -71,8 +73,7 @@ def test_sixty_four_greedy_tokens_are_those_of_transformers(kind: str, chunk: in
     found = tokens(list(image_engine(target, NoDrafter(), batch).run(requests)))
     model = theirs(folder)
     for one in requests:
-        images = [piece.source for piece in one.images]
-        expected = generated(model, folder, one.prompt_ids.tolist(), images, 64)
+        expected = generated(model, folder, one.prompt_ids.tolist(), [piece.source for piece in one.images], 64)
         assert found[one.request_id][: len(expected)] == expected, one.request_id
         assert len(expected) == 64 or expected[-1] == PAD
 
@@ -126,6 +127,43 @@ def test_tokens_do_not_depend_on_drafts_slots_pages_or_chunks(
             assert tokens(done) == alone, (drafter.name, pages)
             preempted += engine.totals.preempted
     assert preempted >= 2
+
+
+@pytest.mark.second
+def test_log_probabilities_do_not_depend_on_where_chunks_cut_a_prompt_with_three_images(models: Path) -> None:
+    """In float64, with the deepstack of Qwen3-VL; with few embeddings kept, an image is encoded again for its second chunk."""
+    target = image_target(models / "qwen3_vl-64", torch.float64)
+    one = image_request(0, target.spec, ROWS[2], cap=3)
+    found = []
+    for chunk in range(1, len(one.prompt_ids) + 1, 3):
+        batch = replace(ONE_SLOT, prefill_tokens=chunk)
+        (done,) = image_engine(target, NoDrafter(), batch, kept_images=chunk % 2 * 64, num_top=20).run([one])
+        assert done.top_logprobs is not None
+        found.append(done.top_logprobs)
+    for ids, values in found[1:]:
+        assert (ids == found[0][0]).all()
+        np.testing.assert_allclose(values, found[0][1], atol=1e-6)
+
+
+def test_rows_that_bring_more_pixels_than_fit_together_enter_one_after_another(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = image_target(models / "qwen3_vl")
+    requests = rows_of(target, 5)
+    expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
+    groups = list[int]()
+    take = images.RowImages.take_commands
+
+    def counted(self: images.RowImages) -> Any:
+        found = take(self)
+        groups.append(len(found.images))
+        return found
+
+    monkeypatch.setattr(images.RowImages, "take_commands", counted)
+    monkeypatch.setattr(images, "MOST_BYTES", 1)
+    assert tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests))) == expected
+    assert sum(groups) == 5
+    assert max(groups) == 1
 
 
 def test_rows_that_differ_in_an_image_alone_share_no_page_of_it_and_samples_share_all(models: Path) -> None:
