@@ -50,7 +50,7 @@ def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles, device: torc
     pillow()
     refused = {
         "a GPU (set device=cpu)": device.type == "cuda",  # the same plain torch would run there, but never has
-        f"task={config.task}": not task_of(config).decodes,
+        task_of(config).asked: not task_of(config).decodes,
         f"draft={config.draft.name}": config.draft.name not in DRAFTERS,
         f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
         "cache.dtype=fp8": config.cache.dtype == "fp8",

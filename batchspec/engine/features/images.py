@@ -13,7 +13,7 @@ from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.images.decode import Rgb
 from batchspec.images.header import BadImage
 from batchspec.images.pixels import Pixels
-from batchspec.records import RowError
+from batchspec.records import Completion, RowError
 
 MOST_BYTES = 1 << 30
 
@@ -59,6 +59,10 @@ class RowImages(RowFeature):
             return
         self._entered.append((state.slot, pixels))
         self._entered_bytes += sum(one.nbytes for one in pixels)
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        self._made.pop(state, None)
+        return done
 
     def poll(self) -> Iterable[RequestState]:
         failed, self._failed = self._failed, []
