@@ -42,6 +42,21 @@ def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, Colum
     return replace(config, model=replace(config.model, eye=True)), replace(columns, has_images=True)
 
 
+def of_engine(config: RunConfig) -> RunConfig:
+    """The configuration of a warm engine: rows of its calls may have images if it names a column of them, or sets model.eye."""
+    if config.input.columns.get(IMAGES) is None:
+        return config
+    return replace(config, model=replace(config.model, eye=True))
+
+
+def of_call(config: RunConfig, columns: ColumnMap) -> ColumnMap:
+    """The columns of a call of a warm engine, which say whether prompts may have images. Raises ConfigError for a column of
+    images beside prompts that are no chats."""
+    if columns.get(IMAGES) is not None:
+        return with_images(config, columns)[1]
+    return replace(columns, has_images=config.model.eye)
+
+
 def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles, device: torch.device) -> ModelSpec:
     """The spec with the eye of the model's files, if the job has images, for this device. Raises ConfigError for what is not
     supported with them, and CheckpointError for a model without an eye."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.reader import table_source
 from batchspec.engine.loop.engine import Engine
-from batchspec.errors import CapacityError, ConfigError
+from batchspec.errors import CapacityError
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.prepare import Job, JobModel, fetch_weights, job_of, open_tokenizer
 from batchspec.packing.planner import GPU_SLOTS, Demand
@@ -33,8 +33,6 @@ def open_warm(model: JobModel) -> Job:
 def job_without_rows(model: JobModel) -> Job:
     """Makes all checks of a job that need no rows. Raises as `open_job`."""
     config = model.config
-    if model.spec.eye is not None:
-        raise ConfigError("model.eye=true: a warm engine reads no images yet; remove the key, or run a job")
     check_keys_of_engine(config)
     tokenizer = open_tokenizer(model.folder, config, _IDS)
     cells = {"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}

@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.supervise.watchdog",
     },
     "warm": {
+        "job.images",
         "cli",
         "cluster.devices",
         "config",

@@ -23,11 +23,10 @@ from batchspec.config.compose import compose
 from batchspec.config.train_schema import UNREAD
 from batchspec.errors import CheckpointError, ConfigError, InputError
 from batchspec.images.header import MOST_PIXELS
-from batchspec.job.prepare import open_job, open_model
+from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.kernels.common.card import assumed
 from batchspec.tuning.cards import known_card
-from batchspec.warm.loading import job_without_rows
 from tests.helpers.image_models import PAD, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
@@ -345,22 +344,43 @@ def test_a_stopped_job_goes_on_and_continues_cut_answers_and_verify_finds_no_dif
     assert {tuple(row) for row in again["token_ids"]} >= {tuple(row["token_ids"]) for row in plain}
 
 
-def test_warm_engines_and_training_refuse_the_eye_by_name(vl: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.eye=true: a warm engine reads no images yet"):
-        job_without_rows(open_model(compose([f"model.path={vl}", "model.eye=true", "decode.max_new_tokens=20"])))
+def test_training_reads_no_images() -> None:
     assert "model.eye" in UNREAD
 
 
 @pytest.mark.second
-def test_rows_in_memory_may_have_images_and_those_of_a_warm_engine_are_error_rows(vl: Path) -> None:
+def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> None:
     keys = [f"model.path={vl}", "model.dtype=float32", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
     keys += ["output.token_ids=true", "input.columns={images:images}"]
     rows = [{"messages": user("<image>Go"), "images": one} for one in (A, B, A)]
+    plain = [{"messages": user("Go")}]
     tables = [batchspec.generate(data, overrides=keys).to_dicts() for data in (rows, pl.DataFrame(rows))]
     tokens = [[row["token_ids"] for row in table] for table in tables]
     assert tokens[0] == tokens[1]
     assert tokens[0][0] == tokens[0][2]
     assert tokens[0][0] != tokens[0][1]
+    alone = batchspec.generate(plain, overrides=keys[:-1])["token_ids"].to_list()
     with batchspec.Engine(overrides=keys) as engine:
-        found = engine.generate(rows).to_dicts()
-    assert [row["error"]["code"] for row in found] == ["no_eye"] * 3
+        for _ in range(2):
+            found = engine.generate(rows)
+            assert found["token_ids"].to_list() == tokens[0]
+            assert engine.generate([{**plain[0], "images": None}])["token_ids"].to_list() == alone
+        assert found.schema == engine.generate(pl.DataFrame(rows).clear()).schema
+        streamed = {one.row_index: one.token_ids.tolist() for one in engine.stream(rows) if one.token_ids is not None}
+        assert [streamed[place] for place in range(3)] == tokens[0]
+        with pytest.raises(ConfigError, match="conversations are not supported with images"):
+            engine.converse(rows, lambda turn: None)
+        with pytest.raises(ConfigError, match="load_weights replaces the language model alone"):
+            engine.load_weights(vl)
+    with batchspec.Engine(overrides=keys[:-1]) as engine:
+        assert "image_digest" not in engine.generate(plain).columns
+
+
+@pytest.mark.second
+def test_chats_with_data_urls_need_model_eye_in_a_warm_engine(vl: Path) -> None:
+    keys = [f"model.path={vl}", "model.dtype=float32", "decode.max_new_tokens=8"]
+    rows = [{"messages": json.dumps(user([{"type": "image_url", "image_url": {"url": url(A)}}]))}]
+    for more, code in (([], "bad_messages"), (["model.eye=true"], None)):
+        with batchspec.Engine(overrides=[*keys, *more]) as engine:
+            (row,) = engine.generate(rows).to_dicts()
+        assert (row["error"] and row["error"]["code"]) == code
