@@ -344,6 +344,14 @@ def test_a_stopped_job_goes_on_and_continues_cut_answers_and_verify_finds_no_dif
     assert {tuple(row) for row in again["token_ids"]} >= {tuple(row["token_ids"]) for row in plain}
 
 
+def test_plan_counts_images_and_their_tokens(vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": user("<image> and <image>"), "images": [A, C]}, {"messages": user("none"), "images": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    keys = [word for word in words(vl, tmp_path, "input.columns={images:images}") if not word.startswith("output.dir")]
+    assert cli.main(["plan", *keys]) == 0
+    assert re.search(r"\nimages       2, 39 tokens on average, \d+% of all prompt tokens\n", capfd.readouterr().out)
+
+
 def test_training_reads_no_images() -> None:
     assert "model.eye" in UNREAD
 
