@@ -71,8 +71,6 @@ def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles, device: torc
         "cache.dtype=fp8": config.cache.dtype == "fp8",
         "decode.deterministic=true": config.decode.deterministic,
         f"model.quantize={config.model.quantize}": config.model.quantize is not None,
-        f"model.adapter={config.model.adapter}": config.model.adapter is not None,
-        f"model.adapters={{{','.join(config.model.adapters)}}}": bool(config.model.adapters),
         "a model with quantised weights": not all(isinstance(own, Plain) for own in spec.formats.all),
     }
     if found := [name for name, is_asked in refused.items() if is_asked]:

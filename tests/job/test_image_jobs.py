@@ -31,6 +31,7 @@ from tests.helpers.image_models import PAD, add_marks, generated, make_image_mod
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
 from tests.images.test_decode import png
+from tests.model.test_lora import make_adapter, products
 
 Rows = list[dict[str, Any]]
 A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
@@ -206,7 +207,7 @@ def refused(model: Path, folder: Path, *more: str, row: dict[str, Any] = ROW) ->
     "key",
     [
         "cache.dtype=fp8", "decode.deterministic=true", "model.quantize=fp8", "draft=window", "draft=mtp",
-        "cluster.tensor_parallel=2", "model.adapter=x", "task=embed", "decode.score=prompts",
+        "cluster.tensor_parallel=2", "task=embed", "decode.score=prompts",
     ],
 )  # fmt: skip
 def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path, tmp_path: Path) -> None:
@@ -342,6 +343,31 @@ def test_a_stopped_job_goes_on_and_continues_cut_answers_and_verify_finds_no_dif
     assert re.search(r"12 completions decoded again .* 0 differ", capfd.readouterr().out)
     again = pl.concat([pl.read_parquet(path) for path in (tmp_path / "out").rglob("*.parquet")], how="diagonal_relaxed")
     assert {tuple(row) for row in again["token_ids"]} >= {tuple(row["token_ids"]) for row in plain}
+
+
+@pytest.mark.second
+def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_eye_are_refused(vl: Path, tmp_path: Path) -> None:
+    """Merged, as in the weights of transformers' model, and for the rows that name it."""
+    own = make_adapter(tmp_path / "own", vl, ["q_proj", "down_proj"])
+    reference, delta = theirs(vl), products(own, dict.fromkeys(("q_proj", "down_proj"), 2.0))
+    with torch.no_grad():
+        for name, change in delta.items():
+            weight = reference.get_submodule(name).weight
+            weight += change.float()
+    rows = [{"messages": user("<image>Go"), "images": one, "adapter": "a" if one is A else None} for one in (A, B)]
+    keys = ["input.columns={images:images,adapter:null}", "decode.max_new_tokens=16"]
+    merged = done(vl, tmp_path, rows, *keys, f"model.adapter={own}")
+    base = done(vl, tmp_path, rows, *keys, "output.overwrite=true")
+    of_rows = ["input.columns={images:images}", keys[1], f"model.adapters={{a: {own}}}", "output.overwrite=true"]
+    named = done(vl, tmp_path, rows, *of_rows)
+    for row, image in zip(merged, (A, B), strict=True):
+        assert row["token_ids"] == generated(reference, vl, row["prompt_ids"], [image], 16)
+    assert [row["token_ids"] for row in named] == [merged[0]["token_ids"], base[1]["token_ids"]]
+    assert merged[0]["token_ids"] != base[0]["token_ids"]
+    of_eye = make_adapter(tmp_path / "eye", vl, ["q_proj", "linear_fc1"])
+    said = refused(vl, tmp_path, "input.columns={images:images}", f"model.adapter={of_eye}")
+    assert "adapters of what encodes images are not supported: merge" in said
+    assert open_job(compose(words(vl, tmp_path, f"model.adapter={of_eye}"))).spec.eye is None
 
 
 def test_plan_counts_images_and_their_tokens(vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
