@@ -19,8 +19,8 @@ from batchspec.model.vision.registry import load_eye
 from batchspec.model.weight_checks import check_tensors
 from batchspec.tasks.registry import task_of
 
-DRAFTERS = ("auto", "none", "lookup")
-"""Those that read no embedding of a prompt."""
+DRAFTERS = ("auto", "none", "lookup", "window")
+"""Those that read no embedding of a prompt but the target's."""
 
 
 def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, ColumnMap]:

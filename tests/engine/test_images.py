@@ -13,6 +13,7 @@ import torch
 
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
+from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features import images
 from batchspec.engine.slots import expected_pages
 from batchspec.model.target import Target
@@ -127,6 +128,21 @@ def test_tokens_do_not_depend_on_drafts_slots_pages_or_chunks(
             assert tokens(done) == alone, (drafter.name, pages)
             preempted += engine.totals.preempted
     assert preempted >= 2
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("window", [250, 9])
+def test_the_model_drafts_for_itself_with_the_positions_that_it_verifies_with(window: int, models: Path) -> None:
+    """In float64: with a window over the whole row every draft is accepted, with a smaller one some are not."""
+    target = image_target(models / "qwen3_vl-64", torch.float64)
+    requests = rows_of(target, 20)
+    expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
+    drafter = WindowDrafter(target, 3, slots=BATCH.num_slots, window=window)
+    done = list(image_engine(target, drafter, BATCH).run(requests))
+    assert tokens(done) == expected
+    drafted, accepted = (sum(getattr(one.stats, name) for one in done) for name in ("num_drafted", "num_accepted"))
+    assert (drafted == accepted) == (window == 250)
+    assert accepted > 0
 
 
 @pytest.mark.second
