@@ -21,6 +21,8 @@ from batchspec.tasks.registry import task_of
 
 DRAFTERS = ("auto", "none", "lookup", "window")
 """Those that read no embedding of a prompt but the target's."""
+KEYS = ("input.image_root", "input.min_pixels", "input.max_pixels")
+NO_EFFECT = "has no effect without input.columns.images or model.eye; remove the key"
 
 
 def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, ColumnMap]:
@@ -28,23 +30,27 @@ def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, Colum
     are no chats."""
     column, root = columns.get(IMAGES), config.input.image_root
     if column is None and not config.model.eye:
-        why = "has no effect without input.columns.images or model.eye; remove the key"
-        refuse_given(config, ["input.image_root", "input.min_pixels", "input.max_pixels"], why)
+        refuse_given(config, KEYS, NO_EFFECT)
         if mapped := [name for name in ("min_pixels", "max_pixels") if columns.get(name) is not None]:
-            raise ConfigError(f"input.columns.{mapped[0]}={columns.get(mapped[0])} {why}")
+            raise ConfigError(f"input.columns.{mapped[0]}={columns.get(mapped[0])} {NO_EFFECT}")
         return config, columns
     if root is not None and not Path(root).is_dir():
         raise ConfigError(f"input.image_root={root}: no such folder on this machine; correct it, or give images as bytes")
     why = "model.eye=true" if column is None else f"input.columns.images={column}"
     if columns.prompt_kind == "prompt_ids" or (columns.prompt_kind == "prompt" and not config.input.chat):
-        raise ConfigError(f"{why}: images are read in chats, and the prompts of this input are {columns.prompt_kind}; set "
-                          "input.chat=true, give messages, or remove the key")
+        raise ConfigError(
+            f"{why}: images are read in chats, and the prompts of this input are {columns.prompt_kind}; set input.chat=true, "
+            "give messages, or remove the key"
+        )
     return replace(config, model=replace(config.model, eye=True)), replace(columns, has_images=True)
 
 
 def of_engine(config: RunConfig) -> RunConfig:
-    """The configuration of a warm engine: rows of its calls may have images if it names a column of them, or sets model.eye."""
+    """The configuration of a warm engine: rows of its calls may have images if it names a column of them, or sets model.eye.
+    Raises ConfigError for a key that has no effect without images."""
     if config.input.columns.get(IMAGES) is None:
+        if not config.model.eye:
+            refuse_given(config, KEYS, NO_EFFECT)
         return config
     return replace(config, model=replace(config.model, eye=True))
 

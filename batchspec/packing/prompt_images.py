@@ -26,7 +26,6 @@ from batchspec.packing.cells import number_option
 from batchspec.process.local_files import open_regular
 from batchspec.records import Ids, ImagePiece
 
-COLUMN = "images"
 _BASE64 = ";base64,"
 
 

@@ -410,6 +410,8 @@ def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> 
             engine.converse(rows, lambda turn: None)
         with pytest.raises(ConfigError, match="load_weights replaces the language model alone"):
             engine.load_weights(vl)
+    with pytest.raises(ConfigError, match=r"input\.max_pixels=640 has no effect without"):
+        batchspec.Engine(overrides=[*keys[:-1], "input.max_pixels=640"])
     with batchspec.Engine(overrides=keys[:-1]) as engine:
         assert "image_digest" not in engine.generate(plain).columns
 
