@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from itertools import cycle
 
@@ -66,21 +67,22 @@ def test_runs_that_claim_in_any_order_claim_every_shard_once(num_shards: int, tu
     assert sorted(claimed) == [*range(num_shards)]
 
 
-@pytest.mark.parametrize(("num_runs", "most"), [(2, 4), (4, 9), (8, 18)])
+@pytest.mark.parametrize(("num_runs", "most"), [(2, 2.5), (4, 6.5), (8, 14.5)])
 @pytest.mark.parametrize("ahead", [1, 8])
-def test_runs_that_take_turns_compute_few_prefixes_twice(num_runs: int, most: int, ahead: int) -> None:
-    """ahead: number of shards that a run claims at a time."""
-    job, in_turn = Claimed(256), Claimed(256)
-    runs = [job.run(str(number)) for number in range(num_runs)]
-    for _, run in zip(range(256 * num_runs), cycle(runs), strict=False):
-        for _ in zip(range(ahead), run, strict=False):
-            pass
-    assert len(job.owner) == 256
-    assert job.num_computed() <= 64 + most
-    in_turn.owner = {shard: str(shard // ahead % num_runs) for shard in range(256)}
-    assert in_turn.num_computed() == 64 * (min(num_runs, PREFIX_SHARDS) if ahead == 1 else 1), "what the order is for"
-    counts = [[*job.owner.values()].count(str(number)) for number in range(num_runs)]
-    assert max(counts) - min(counts) <= ahead, "no run waits while a shard is left"
+def test_runs_that_take_turns_compute_few_prefixes_twice(num_runs: int, most: float, ahead: int) -> None:
+    """most: mean number of prefixes computed again. ahead: number of shards that a run claims at a time."""
+    computed = []
+    for attempt in range(20):
+        job = Claimed(256)
+        runs = [job.run(f"{attempt}-{number}") for number in range(num_runs)]
+        for _, run in zip(range(256 * num_runs), cycle(runs), strict=False):
+            for _ in zip(range(ahead), run, strict=False):
+                pass
+        computed.append(job.num_computed())
+        counts = Counter(job.owner.values())
+        assert counts.total() == 256
+        assert max(counts.values()) - min(counts.values()) <= ahead, "no run waits while a shard is left"
+    assert sum(computed) / 20 <= 64 + most
 
 
 def test_an_input_that_lacks_shards_ends_the_pass() -> None:
