@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import msgspec
@@ -99,6 +99,8 @@ class Snapshot:
     decode_s: float
     num_discarded: int = 0
     num_forced: int = 0
+    image_digest: str | None = None
+    """As `Request.image_digest`: the tokens are an answer to these images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,30 @@ class Choice:
     """Its log-probability is divided by this before it is compared with those of other choices."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePiece:
+    """An image of a prompt: its tokens, all placeholders, and what its embeddings are made of. Samples of a row share it."""
+
+    begin: int
+    length: int
+    """Its tokens are begin .. begin+length-1 of prompt_ids."""
+    rows: int
+    cols: int
+    """Its embeddings, row by row: rows * cols = length."""
+    height: int
+    width: int
+    """Pixels after resizing."""
+    digest: bytes
+    """16 bytes that determine its pixels."""
+    source: bytes = field(repr=False, compare=False)
+    """The encoded image."""
+
+    @property
+    def advance(self) -> int:
+        """Positions that rotary embedding counts for it, where positions have three axes."""
+        return max(self.rows, self.cols)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """One sample of one admitted input row, ready to decode."""
@@ -184,6 +210,8 @@ class Request:
     shard: int
     prompt_ids: Ids
     """int32 [prompt_len], at least one token."""
+    images: tuple[ImagePiece, ...] = ()
+    """The images of the prompt, in its order."""
     max_new_tokens: int
     """prompt_len + max_new_tokens <= model.max_len. 0: the prompt is scored, as are those of all requests of the engine."""
     min_new_tokens: int
@@ -246,6 +274,22 @@ class Request:
     def prefix_key(self) -> bytes:
         """What K and V of the prompt depend on besides its tokens: rows share pages only if it is the same."""
         return self.adapter.to_bytes(4) if self.adapter else b""
+
+    @property
+    def grouping_ids(self) -> Ids:
+        """prompt_ids with other numbers in the places of images, which differ where images do: for what compares prompts without
+        sharing anything because of it."""
+        ids = self.prompt_ids
+        if self.images:
+            ids = ids.copy()
+            for piece in self.images:
+                ids[piece.begin : piece.begin + piece.length] = -1 - (int.from_bytes(piece.digest[:4], "little") >> 1)
+        return ids
+
+    @property
+    def image_digest(self) -> str | None:
+        """What determines the pixels of all its images, in hexadecimal; None without images."""
+        return b"".join(piece.digest for piece in self.images).hex() or None
 
     @property
     def device_limit(self) -> int:
@@ -375,6 +419,10 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     predicted_tokens: int | None = None
     cached_tokens: int = 0
     """Prompt tokens whose K/V came from a shared prefix."""
+    image_digest: str | None = None
+    """As `Request.image_digest`."""
+    image_tokens: int = 0
+    """Prompt tokens that are places of images."""
     stats: RowStats | None = None
     error: RowError | None = None
 
@@ -394,5 +442,6 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
         return Completion(
             request_id=self.request_id, row_index=self.row_index, sample_index=self.sample_index, shard=self.shard,
             status="error", finish_reason="error", prompt_ids=self.prompt_ids, seed=self.seed,
-            predicted_tokens=self.predicted_tokens, cached_tokens=self.cached_tokens, stats=stats, error=error,
+            predicted_tokens=self.predicted_tokens, cached_tokens=self.cached_tokens, image_digest=self.image_digest,
+            image_tokens=self.image_tokens, stats=stats, error=error,
         )

@@ -108,6 +108,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
         "num_dense_layers": 1, "routed_scaling_factor": 1.7,
     },
+    "nemotron_h": {
+        **needed("nemotron_h", 4), "num_hidden_layers": 4, "mamba_head_dim": 16, "ssm_state_size": 32, "n_routed_experts": 6,
+        "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 1.7,
+        "moe_latent_size": 32,
+    },
     "gemma4_text": {
         **LAYER_INPUTS, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
         "sliding_window": 4,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, ConstraintOffsets
+from batchspec.batch.images import ImagesOnDevice
 from batchspec.batch.logits import ONCE_IN_OUTPUT, RULES, SEEN
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.slot_field import SlotField, declared, known_tokens
@@ -76,6 +77,8 @@ class DeviceBatch:
     """State of the rules of rows' options, each declared by its rule (`LogitRule.state`)."""
     automata: Automata | None = None
     """The tables of all automata; None in a job without constraints."""
+    images: ImagesOnDevice | None = None
+    """What passes read of rows' images; None in a job without."""
     vocab_size: int = 0
     max_kv: int = 0
     """Limit on the tokens of a row, drafts of a round included, that the host knows; attention plans for as many keys."""
@@ -136,7 +139,9 @@ class DeviceBatch:
     def first(self, num_rows: int, max_kv: int | None = None) -> DeviceBatch:
         """Views of the first slots, on which a round of a smaller row bucket works. max_kv: a lower limit on their tokens."""
         views = {name: tuple(tensor[:num_rows] for tensor in self._tensors(name)) for name in SLOT_FIELDS}
-        return DeviceBatch._of(views, automata=self.automata, vocab_size=self.vocab_size, max_kv=max_kv or self.max_kv)
+        return DeviceBatch._of(
+            views, automata=self.automata, images=self.images, vocab_size=self.vocab_size, max_kv=max_kv or self.max_kv,
+        )
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already.
@@ -165,6 +170,8 @@ class DeviceBatch:
             for tensor in self._tensors(name):
                 if spec.begin is None and tensor.numel():
                     tensor[index] = spec.initial
+        if self.images is not None:
+            self.images.begin(slots, requests)
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
         if constrained := [slot for slot, request in zip(slots, requests, strict=True) if request.automaton is not None]:
@@ -236,6 +243,8 @@ class DeviceBatch:
         for state in (*(tensor for name in SLOT_FIELDS for tensor in self._tensors(name)), *more):
             if state.numel():
                 move_rows(state, sources, destinations)
+        if self.images is not None:
+            self.images.move(sources, destinations)
         self._end(sources)
 
     def _end(self, slots: Tensor) -> None:

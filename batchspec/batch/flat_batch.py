@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.image_inputs import AxisPositions, ImageInputs
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.group_slot_mapping import group_slot_mapping
 
@@ -42,7 +43,7 @@ class FlatBatch:
     row_ids: Tensor
     """int32 [T] the row each token belongs to"""
     positions: Tensor
-    """int64 [T] position in the row, which is also its RoPE position"""
+    """int64 [T] position in the row"""
     slot_mapping: Tensor
     """int64 [T] cache location page * page_size + offset where its K/V is written; page 0 is scratch. Tokens of dead rows and
     padding write to slot 0, which marks them as dead: their results are not used"""
@@ -70,8 +71,17 @@ class FlatBatch:
     tree: TreeTail | None = None
     """Set if the last keys of each row are nodes of a tree: a key's index is its node's, its position the depth, so several
     queries may have the same position."""
+    rope: Tensor | AxisPositions | None = None
+    """RoPE positions of tokens of rows that may have images, int64 [T] or along several axes; None: `positions`"""
+    images: ImageInputs | None = None
+    """None: no token is one of an image"""
     more_groups: tuple[GroupPages, ...] = ()
     """For K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, which has the widest window."""
+
+    @property
+    def rope_positions(self) -> Tensor | AxisPositions:
+        """What rotary embedding turns q and k by."""
+        return self.positions if self.rope is None else self.rope
 
     def slot_ids(self) -> Tensor:
         """int32 [R] the slot of each row."""
@@ -90,6 +100,8 @@ class FlatBatch:
         row r is in slot r."""
         self.row_adapters = rows.adapter if slot_ids is None else rows.adapter[slot_ids]
         self.slots = slot_ids
+        if rows.images is not None:
+            self.rope = self.positions + rows.images.rope_delta[self.row_ids if slot_ids is None else slot_ids[self.row_ids]]
         return self
 
     def of_group(self, group: int) -> FlatBatch:
@@ -108,11 +120,18 @@ class FlatBatch:
             token_ids=self.token_ids.index_select(0, places),
             row_ids=count[:-1],
             positions=self.positions.index_select(0, places),
+            rope=self._rope_at(places),
+            images=None,
             slot_mapping=self.slot_mapping.index_select(0, places),
             cu_seqlens_q=count,
             max_q=1,
             host=None,
             more_groups=tuple(replace(own, slot_mapping=own.slot_mapping.index_select(0, places)) for own in self.more_groups),
+        )
+
+    def _rope_at(self, places: Tensor) -> Tensor | AxisPositions | None:
+        return self.rope.select(places) if isinstance(self.rope, AxisPositions) else (
+            None if self.rope is None else self.rope.index_select(0, places)
         )
 
     def add_groups(self, page_tables: Sequence[Tensor], page_size: int) -> FlatBatch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets, StatesUpload
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.images import RowPixels
 
 RuleVocabulary = TokenSymbols
 """What rules of logits read of the vocabulary. Every rank has it before the first commands."""
@@ -21,9 +22,11 @@ class RowCommands:
     states: tuple[StatesUpload, ...] = ()
     constrain: tuple[tuple[int, ConstraintOffsets], ...] = ()
     """The row in this slot follows this automaton from this state on."""
+    images: tuple[tuple[int, RowPixels], ...] = ()
+    """The pixels of the images of the row in this slot."""
 
     def __bool__(self) -> bool:
-        return bool(self.automata or self.states or self.constrain)
+        return bool(self.automata or self.states or self.constrain or self.images)
 
     @classmethod
     def joined(cls, commands: Iterable[RowCommands]) -> RowCommands:
@@ -35,11 +38,16 @@ class RowCommands:
             automata=tuple(one for own in given for one in own.automata),
             states=tuple(one for own in given for one in own.states),
             constrain=tuple(one for own in given for one in own.constrain),
+            images=tuple(one for own in given for one in own.images),
         )
 
     def execute(self, rows: DeviceBatch) -> None:
         """In stream order."""
-        if not self:
+        if self.images:
+            assert rows.images is not None, "the engine was made for requests without images"
+            for slot, pixels in self.images:
+                rows.images.place(slot, pixels)
+        if not (self.automata or self.states or self.constrain):
             return
         assert rows.automata is not None, "the engine was made for requests without automata"
         if self.automata:

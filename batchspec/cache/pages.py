@@ -22,7 +22,7 @@ from batchspec.errors import CapacityError
 from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.kernels.rounds.write_rows import write_rows
-from batchspec.records import Ids
+from batchspec.records import Ids, ImagePiece
 
 ALIGNED = 64
 """The numbers that a layer keeps of a row begin at a multiple of so many."""
@@ -199,20 +199,31 @@ def _target_rows(
     return tuple(tuple(part(*one) for one in own) for own in places), tuple(whole.values())
 
 
-def prefix_hashes(ids: Ids, page_size: int, *, key: bytes = b"") -> list[bytes]:
+def prefix_hashes(ids: Ids, page_size: int, *, key: bytes = b"", images: Sequence[ImagePiece] = ()) -> list[bytes]:
     """A hash for each full page of `ids` that is followed by a token, over all tokens up to that one: equal hashes mean equal
     K/V, and that all else is equal which is kept of the page's tokens. What is kept of a token may depend on the next one: K/V
     of a draft head do, and the log-probability of the next token does.
 
-    key  as `Request.prefix_key`
+    key     as `Request.prefix_key`
+    images  of the prompt: equal placeholders may stand for parts of different images, or for different parts of one, so the
+            digest of each image that a page or the token after it belongs to counts, and where in the image the page begins
     """
     hashes, parent = [], key
     data, token_bytes = ids.tobytes(), ids.itemsize
     page_bytes = page_size * token_bytes
     for end in range(page_bytes, len(data) - token_bytes + 1, page_bytes):
-        parent = blake2b(parent + data[end - page_bytes : end + token_bytes], digest_size=16).digest()
+        seen = b"".join(_of_page(piece, end // token_bytes, page_size) for piece in images)
+        parent = blake2b(parent + data[end - page_bytes : end + token_bytes] + seen, digest_size=16).digest()
         hashes.append(parent)
     return hashes
+
+
+def _of_page(piece: ImagePiece, end: int, page_size: int) -> bytes:
+    """What tokens end - page_size .. end depend on besides their ids, if one of them is of this image; else empty."""
+    begin = end - page_size
+    if piece.begin > end or piece.begin + piece.length <= begin:
+        return b""
+    return piece.digest + (begin - piece.begin).to_bytes(8, "little", signed=True)
 
 
 class PagePool:

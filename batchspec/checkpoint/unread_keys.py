@@ -47,6 +47,10 @@ _OF_FAMILIES = frozenset({
     "no_rope_layer_interval",  # SmolLM3 with no_rope_layers
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_chunk_size",
     "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",  # Granite 4 without Mamba layers
+    "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",  # initial values of Mamba2 layers
+    "chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "moe_shared_expert_overlap",
+    "norm_eps",  # Nemotron, which has the same as layer_norm_epsilon
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern",  # of its MTP layers
     "normalization_function", "init_method",
     "block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads",  # LFM2, which has the same under other names
     "block_use_swiglu", "use_pos_enc", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",

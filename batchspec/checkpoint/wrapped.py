@@ -18,6 +18,8 @@ from batchspec.errors import CheckpointError
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
 _BARE = {"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers.", "norm.": "model.norm."}
 """Beginnings of names in a file that a class without an output matrix saved."""
+_BACKBONE = {"backbone.embeddings.": "model.embed_tokens.", "model.embeddings.": "model.embed_tokens.", "backbone.": "model."}
+"""Beginnings of names in files of Nemotron-H, as published and as transformers has them in memory."""
 _OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector|mtp)\."
 )
@@ -27,15 +29,14 @@ Item = TypeVar("Item")
 
 def plain_name(name: str) -> str:
     """The name of a tensor or module in a checkpoint of text alone."""
-    for prefix, plain in _PREFIXES.items():
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return next((plain + name.removeprefix(prefix) for prefix, plain in _BARE.items() if name.startswith(prefix)), name)
+    prefixes = (*_PREFIXES.items(), *_BACKBONE.items(), *_BARE.items())
+    return next((plain + name.removeprefix(prefix) for prefix, plain in prefixes if name.startswith(prefix)), name)
 
 
 def names_in_files(name: str) -> list[str]:
     """The names that a file may have for what a checkpoint of text alone calls `name`, this one first."""
-    return [name, *(prefix + name.removeprefix(plain) for prefix, plain in _PREFIXES.items() if name.startswith(plain))]
+    prefixes = (*_PREFIXES.items(), *_BACKBONE.items())
+    return [name, *(prefix + name.removeprefix(plain) for prefix, plain in prefixes if name.startswith(plain))]
 
 
 def is_of_text(name: str) -> bool:

@@ -26,6 +26,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         **({} if plan.output is None else plan.output.facts(survey)),
         "rows_read": survey.num_rows,
         "bad_rows": {code: {"rows": count, "example": example} for code, (count, example) in sorted(survey.bad.items())},
+        **({} if job.spec.eye is None else {"images": survey.num_images, "image_tokens": survey.image_tokens}),
         "card": None if plan.card is None else plan.card.card.name,
         "device": job.device.type,
         "family": job.spec.family,

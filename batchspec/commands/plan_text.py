@@ -117,7 +117,13 @@ class Plan:
             return ["nothing to run: no row was admitted"]
         mean, median, most = lengths.mean(), np.median(lengths), lengths.max()
         what = self._task.prompts
-        return [f"{what} {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
+        lines = [f"{what} {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
+        return lines if self.job.spec.eye is None else [*lines, self._images()]
+
+    def _images(self) -> str:
+        images, tokens = self.survey.num_images, self.survey.image_tokens
+        share = tokens / self.survey.lengths("prompt_tokens").sum()
+        return f"images       {images:,}, {tokens / max(1, images):,.0f} tokens on average, {share:.0%} of all prompt tokens"
 
     def _thinking(self) -> list[str]:
         think, decode = self.job.admission.settings.think, self.job.config.decode

@@ -57,6 +57,9 @@ class ModelConfig:
     """auto reads the weights; dummy fills them with random numbers, for benchmarks."""
     chat_template: str | None = key(None, applies_to=CHATS, path=True)
     """Path of a Jinja file that replaces the checkpoint's chat template."""
+    eye: bool = False
+    """Load the part of the model that encodes images, for chats that hold image parts with data. A job whose input.columns names
+    a column of images loads it anyway."""
     think_tokens: Any = key("auto", form="auto, none, or a list of one or two tokens", example="[<think>,</think>]")
     """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
     (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a
@@ -168,6 +171,17 @@ class InputConfig:
     columns: dict[str, str | None] = key({}, example="{prompt: COLUMN}")
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""
+    image_root: str | None = key(None, path=True)
+    """Local folder: images that the input names by a path are files below it. null: such a row is an error row."""
+    min_pixels: int | None = key(
+        None, low=1, advice="null is the model's own", column=Column("integer", must_be_mapped=True), advanced=True
+    )
+    """Images with fewer pixels are enlarged to about as many. null is what preprocessor_config.json says."""
+    max_pixels: int | None = key(
+        None, low=1, advice="null is the model's own", column=Column("integer", must_be_mapped=True)
+    )
+    """Images with more pixels are reduced to about as many, and so take fewer tokens. null is what preprocessor_config.json
+    says."""
     prompt: str | None = None
     """Jinja template of each row's prompt, whose variables are the input's columns, e.g. "Question: {{ q }} Answer:". @FILE reads
     it from a file. null: the prompts are a column."""

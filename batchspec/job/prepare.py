@@ -31,6 +31,7 @@ from batchspec.data.runstate.manifest import default_shard_rows
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.job.images import with_eye, with_images
 from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import DTYPES, resolve_dtype
@@ -150,6 +151,7 @@ def open_job(
     source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns, NUMBER_THEM if input.from_job is None else OF_SAMPLES)
     config, logprobs_of_all = with_logprobs_of_rows(config, columns, source)
+    config, columns = with_images(config, columns)
     model = open_model(config, on_this_machine=on_this_machine, group=group)
     config = model.config
     if config.model.adapters and columns.get("adapter") is None:
@@ -262,9 +264,10 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     if not dummy:
         spec = judge_model(model, spec)
     spec = spec.quantised(config.model.quantize)
-    config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
-    adapter, adapters = open_adapters(config, spec)
     device = choose_device(config.device if on_this_machine else "cpu")
+    spec = with_eye(config, spec, model, device)
+    config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None, images=spec.eye is not None)
+    adapter, adapters = open_adapters(config, spec)
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
         check_fp8_kv("calibrate" if dummy else config.cache.scales, spec, model, device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
@@ -131,6 +130,10 @@ class ResidualStream:
         normed = rms_norm(self.residual, norm, eps)
         return normed if out is None else out.copy_(normed)
 
+    def add_rows(self, places: Tensor, rows: Tensor) -> None:
+        """Add rows [N, H] to the tokens at places int64 [N], which are different."""
+        self._summed(None).index_add_(0, places, rows)
+
     def settle(self, out_aux: Tensor) -> None:
         self._summed(out_aux)
 
@@ -151,7 +154,7 @@ class ResidualStream:
         return self.residual
 
     def combined(self, values: Tensor, weights: Tensor) -> Tensor:
-        added = torch.empty_like(self.residual)
+        added = values.new_empty(len(weights), values.shape[-1])
         combine(values, weights, out=added)
         return added
 

@@ -141,6 +141,11 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+def relu_squared(up: Tensor) -> Tensor:
+    """relu(up)^2, of the same shape. In place, but not in training."""
+    return F.relu(up).square() if up.requires_grad else up.relu_().square_()
+
+
 def sigmoid_gated(values: Tensor, gate: Tensor) -> Tensor:
     """values * sigmoid(gate), the sigmoid rounded to the dtype of the values. gate: of their shape, or [T, 1].
 

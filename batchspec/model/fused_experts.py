@@ -3,6 +3,7 @@
     experts.gate_up_proj [E, 2 I, H], the gate's rows first      experts.N.gate_proj.weight, experts.N.up_proj.weight [I, H]
     experts.down_proj    [E, H, I]                               experts.N.down_proj.weight [H, I]
 
+Granite 4 calls them `input_linear.weight` and `output_linear.weight`; of experts without a gate the first is `experts.up_proj`.
 The same for FP8 scales, `experts.gate_up_proj_scale_inv` and `experts.N.gate_proj.weight_scale_inv`, for the scales that ModelOpt
 names `experts.gate_up_proj_weight_scale`, `_weight_scale_2` and `_input_scale` (one number holds for all experts), and for
 symmetric INT4 of compressed-tensors, `experts.gate_up_proj_packed` and `_scale`.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,8 +32,11 @@ _OWN = {
     "_input_scale": "input_scale", "_packed": "weight_packed", "_scale": "weight_scale",
 }
 """What follows the name of a tensor of all experts -> the name of the tensor of one projection of one expert."""
-_FUSED = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}
-"""Names of an expert's projections -> the name of the tensor that holds those of all experts."""
+_FUSED = {
+    ("gate_proj", "up_proj"): ("gate_up_proj", "input_linear.weight"), ("up_proj",): ("up_proj",),
+    ("down_proj",): ("down_proj", "output_linear.weight"),
+}
+"""Names of an expert's projections -> the names that the tensor with those of all experts may have."""
 
 Item = TypeVar("Item")
 
@@ -48,8 +53,8 @@ def separate_experts(
     for prefix, block in part.blocks():
         for grouped in block.grouped:
             if grouped.parts in _FUSED and not grouped.stacked:
-                for ending, own in _OWN.items():
-                    name = f"{prefix}{grouped.name}.{_FUSED[grouped.parts]}{ending}"
+                for fused, (ending, own) in product(_FUSED[grouped.parts], _OWN.items()):
+                    name = f"{prefix}{grouped.name}.{fused}{ending}"
                     if name in items and _fits(grouped, ending, shape_of(items[name])):
                         whole, shape = found.pop(name), shape_of(items[name])
                         for entry, projection in _entries(grouped, shape[1] if len(shape) == 3 else 0):

@@ -31,6 +31,7 @@ from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
+from batchspec.model.vision.eye import EyeSpec
 
 MODEL_PREFIX = "model."
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -96,6 +97,8 @@ class ModelSpec(CheckpointPart):
     """The complete model if this is one rank's part of it; None: this is the complete model."""
     num_mtp_layers: int = 0
     """Number of layers that files may have after the last one; they are read only as `mtp`."""
+    eye: EyeSpec | None = None
+    """The part that encodes images; None in a job without images, whatever the checkpoint has."""
     mtp: MtpSpec | None = None
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
     drafts can come from."""
@@ -305,7 +308,8 @@ class ModelSpec(CheckpointPart):
         """Bytes of all weights in memory, adapters included; norms and biases are too few to count."""
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
         table = 0 if self.layer_inputs is None else self.layer_inputs.table_size
-        return self.block_bytes(dtype) + (rows * self.hidden_size + table) * dtype.itemsize + self.lora_bytes(dtype)
+        eye = 0 if self.eye is None else self.eye.weight_bytes(dtype)
+        return self.block_bytes(dtype) + (rows * self.hidden_size + table) * dtype.itemsize + self.lora_bytes(dtype) + eye
 
     def lora_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the adapters that are not merged."""

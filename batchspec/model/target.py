@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.images import ImageEncoder
 from batchspec.cache.pages import KVCache
 from batchspec.checkpoint.weight_sums import WeightSums
 from batchspec.distributed.collectives import Collectives
@@ -26,6 +28,7 @@ from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import Named, rewrite
 from batchspec.model.spec import EMBEDDING, LABEL_SCORES, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
+from batchspec.model.vision.eye import EyeSpec
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
 
@@ -62,6 +65,8 @@ class Target:
         """The same for all heads of the model, on the CPU, as `KVScales.values`."""
         self.weight_sums: WeightSums | None = None
         """Of the files that the weights came from, where `load` was asked for them."""
+        self.eye: ImageEncoder | None = None
+        """What encodes images, if spec.eye: `load` sets it."""
         self._has_experts, self._last_kept = spec.experts is not None, spec.last_kept
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
@@ -81,13 +86,25 @@ class Target:
         """
         lora = None if adapters is None else adapters.load(spec, dtype=dtype, device=device)
         if dummy:
-            return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks, lora)
+            target = cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks, lora)
+            target.eye = None if spec.eye is None else spec.eye.build(DummyWeights(spec.eye, dtype=dtype, device=device))
+            return target
         with Checkpoint(folder, spec, dtype=dtype, device=device, summed=summed) as weights:
             target = cls(spec, adapted(weights, adapter, spec), device, ranks, lora)
             if summed:
                 target.weight_sums = weights.sums()
+            if spec.eye is not None:
+                target._open_eye(folder, spec.eye, summed=summed)
             weights.check_unchanged()
             return target
+
+    def _open_eye(self, folder: Path, spec: EyeSpec, *, summed: bool) -> None:
+        """Load the eye. summed: add its sums to `weight_sums`."""
+        with Checkpoint(folder, spec, dtype=self.dtype, device=self.device, summed=summed) as weights:
+            self.eye = spec.build(weights)
+            if summed and self.weight_sums is not None:
+                own = {f"visual.{name}": text for name, text in weights.sums().tensors.items()}
+                self.weight_sums = replace(self.weight_sums, tensors={**self.weight_sums.tensors, **own})
 
     def _layer_weights(self, weights: Weights, index: int) -> LayerWeights:
         return LayerWeights(weights, self.spec.formats, layer_prefix(index), self._lora)
@@ -179,7 +196,10 @@ class Target:
         """
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
-        embedded = self.embedded(batch.token_ids)
+        embedded, images = self.embedded(batch.token_ids), batch.images
+        if images is not None:
+            embedded.index_copy_(0, images.places, images.rows[:, 0])
+        num_added = 0 if images is None else images.rows.shape[1] - 1  # layers after which images add to the stream
         lora, last, kept = self._lora_tokens(batch), len(self._layers) - 1, self._last_kept
         layer_inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, embedded, lora)
         stream = ResidualStream(embedded, self._live(batch), self.ranks, layer_inputs)
@@ -187,7 +207,7 @@ class Target:
         pass_of = partial(Pass, tables=self._tables, dtype=self.dtype, ranks=self.ranks, window=window, sink=sink)
         inputs = self._inputs(pass_of(batch, lora=lora), cache)
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
-        cut = max((kept, *aux_layer_ids))  # the layer in which tokens are left out
+        cut = max((kept, num_added, *aux_layer_ids))  # the layer in which tokens are left out
         for i in self._one_of_each_kind(aux_layer_ids, cut) if is_dry() else range(last + 1):
             layer, stream.layer = self._layers[i], i
             begun = layer.begin(stream, inputs[i].begin, _aux_at(aux, aux_layer_ids, i))
@@ -201,6 +221,8 @@ class Target:
             # The final norm accepts the stream in either form: products of the last layer add as if a layer like it followed.
             following = self._layers[min(i + 1, last)]
             layer.finish(begun, stream, inputs[i].finish, add_in_product=following.norms_in_product(stream))
+            if images is not None and i < num_added:
+                stream.add_rows(images.places, images.rows[:, 1 + i])
         cache.fold(batch)
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
         if places is not None and cut > last:

@@ -36,6 +36,8 @@ from batchspec.process.load_progress import count_step
 
 Shapes = dict[str, tuple[int, ...]]
 _DUMMY_EXPONENTS = (118, 125)
+_ONES, _SEVENS = 0x11111111, 0x77777777
+"""Words of eight zero points of four bits."""
 
 
 def expected_shapes(spec: ModelSpec) -> Shapes:
@@ -244,10 +246,11 @@ class DummyWeights:
         return made.normal_(0.0, 0.02, generator=self._generator).to(dtype)
 
     def _integers(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-        """Words of random bits, or an index."""
+        """Words of random bits, or an index. Zero points are stored as 7 or 8, as of weights whose mean is 0."""
         if tensor.role == "index":
             index = torch.arange(*shape, dtype=torch.int32, device=self.device) // int(tensor.typical)
             if not tensor.shuffled:
                 return index
             return index[torch.rand(shape, device=self.device, generator=self._generator).argsort()]
-        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=self.device, generator=self._generator)
+        words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=self.device, generator=self._generator)
+        return _SEVENS + (words & _ONES) if tensor.role == "zero_points" else words

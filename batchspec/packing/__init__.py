@@ -6,7 +6,7 @@ Rows to requests:
   row_settings.py     its settings, or the job's; row_logprobs.py: whether rows ask for log-probabilities
   bad_words.py        the token sequences of its bad_words; no_repeat_ngram.py: its n-grams that do not come twice
   row_templates.py    its prompt and system prompt, if templates make them of its columns
-  prompt_encoder.py   its prompt's token ids
+  prompt_encoder.py   its prompt's token ids; prompt_images.py: its images
   constraints.py      what its answer must match; row_constraints.py: in which jobs
   tool_choice.py      which of its tools it may call, or must
   unused.py           keys and columns that would have no effect

@@ -19,6 +19,7 @@ bad_schema     a schema, regex or grammar is not valid, or holds what is not sup
 unsupported_schema  a schema that decode.schema_unsupported=check would accept
 impossible     no text satisfies the schema, the regex or the grammar
 large_schema   following the schema, regex or grammar takes more time, memory or states than allowed
+missing_image, bad_image, large_image, image_count, no_eye  see packing/prompt_images.py; no_eye: images in a job without them
 template_error the chat template refuses the messages (order of roles, missing variables), or input.prompt or input.system the row
 too_long       prompt + max_new_tokens exceed model.max_len
 
@@ -34,13 +35,14 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.console.text import quoted
-from batchspec.data.dataset.columns import TYPES, ColumnMap
+from batchspec.data.dataset.columns import IMAGES, TYPES, ColumnMap
 from batchspec.data.dataset.messages import USUAL_SYSTEM, BadChat, with_user_turn
 from batchspec.data.dataset.reader import InputShard, Source, SourceFacts, place_in_file
 from batchspec.data.dataset.row_ids import request_ids
@@ -51,6 +53,7 @@ from batchspec.packing.cells import number_option, plain_cell, prompt_cell, row_
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
+from batchspec.packing.prompt_images import PromptImages
 from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.row_constraints import RowConstraints
 from batchspec.packing.row_settings import RowSettings
@@ -128,7 +131,11 @@ class Admission:
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
         self.encoder = PromptEncoder(
-            self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len, cuts_end=self._rows_of_task.cuts_end
+            self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len,
+            cuts_end=self._rows_of_task.cuts_end,
+            images=None if spec.eye is None else PromptImages(
+                spec.eye.rule, columns.get(IMAGES) is not None, Path(root) if (root := config.input.image_root) else None
+            ),
         )
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
 
@@ -314,8 +321,8 @@ class Admission:
         adapter = settings.adapter(row.get("adapter"))
         choice = tool_choice(row, self._form_name)
         prompt = self._rows_of_task.prompt(prompt, row)
-        prompt_ids = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
-        prompt_ids = self._rows_of_task.ids(prompt_ids)
+        found = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
+        prompt_ids = self._rows_of_task.ids(found.ids)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, values, row) if max_new_tokens else None
@@ -332,7 +339,7 @@ class Admission:
         for sample_index in range(int(values["n"])):
             yield Request(
                 request_id=request_id, row_index=row_index, sample_index=sample_index, shard=shard, prompt_ids=prompt_ids,
-                max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+                images=found.images, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,

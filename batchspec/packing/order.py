@@ -34,7 +34,7 @@ def _rank(request: Request) -> tuple[int, int, int]:
 
 def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
     """Row -> its group. A row that shares no page is in a group with its own samples only."""
-    prompts = {request.row_index: request.prompt_ids for request in window}
+    prompts = {request.row_index: request.grouping_ids for request in window}
     group_of: dict[int, Hashable] = {row: (0, row) for row in prompts}
     # Rows whose prefix up to this page another row has too. Rows of different adapters share nothing.
     together: dict[int, Hashable] = {request.row_index: request.adapter for request in window}

@@ -11,11 +11,12 @@ import pyarrow as pa
 
 from batchspec.config.schema import TEMPLATE_DATE, InputConfig
 from batchspec.console.text import quoted
-from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.data.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, read_chat
 from batchspec.data.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
 from batchspec.errors import BadRow, CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.packing.cells import NOT_WHOLE, json_cell
+from batchspec.packing.prompt_images import Prompt, PromptImages
 from batchspec.process.refusals import refusal
 from batchspec.records import Ids
 from batchspec.tasks.base import COMPLETE, Parts
@@ -34,40 +35,48 @@ class PromptEncoder:
 
     tokenizer  may be None for prompt_ids
     cuts_end   a prompt that is too long loses its end, unless it is to be skipped
+    images     reads images of prompts; None: a prompt with an image is refused
     Raises ConfigError if prompts are chats, and the model has no chat template, or one that does not read what a key gives it.
     """
 
     def __init__(
         self, input: InputConfig, columns: ColumnMap, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int,
-        cuts_end: bool = False,
+        cuts_end: bool = False, images: PromptImages | None = None,
     ) -> None:
         self._cuts_end = cuts_end and input.on_overlong != "skip"
         self.input, self.columns, self.tokenizer = input, columns, tokenizer
-        self.vocab_size, self.max_len = vocab_size, max_len
+        self.vocab_size, self.max_len, self.images = vocab_size, max_len, images
         self.is_chat = columns.prompt_kind == "messages" or (columns.prompt_kind == "prompt" and input.chat)
         if self.is_chat and tokenizer is not None:
             _check_template(input, tokenizer)
 
-    def encode(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
-        """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `max_prompt_tokens`.
+    def encode(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Prompt:
+        """A row's prompt: its token ids, int32 [prompt_len], are at least one and at most `max_prompt_tokens`.
 
         prompt  the prompt cell
-        row     all cells; system, USUAL_SYSTEM, tools, template_kwargs and final_assistant are read
+        row     all cells; system, USUAL_SYSTEM, tools, template_kwargs, final_assistant and images are read
         max_prompt_tokens  tokens that max_new_tokens leaves for the prompt in max_len
         Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
         """
         if isinstance(prompt, Parts):
-            return self._of_parts(prompt, max_prompt_tokens)
-        ids = self._ids(prompt, row, max_prompt_tokens)
-        if len(ids) <= max_prompt_tokens:
-            return ids
+            return Prompt(self._of_parts(prompt, max_prompt_tokens))
+        images: list[bytes] = []
+        if self.images is None and row.get(IMAGES) is not None:
+            raise BadRow("no_eye", "the row has images, and the part of the model that encodes them is not loaded; drop the row")
+        ids = self._ids(prompt, row, max_prompt_tokens, images)
+        found = Prompt(ids) if self.images is None else self.images.expanded(ids, images, row)
+        if len(found.ids) <= max_prompt_tokens:
+            return found
+        if found.images:
+            raise self._too_long_with_images(found, max_prompt_tokens)
         if self._cuts_end:
-            return self._beginning(ids, max_prompt_tokens)
+            return Prompt(self._beginning(ids, max_prompt_tokens))
         if self.input.on_overlong == "truncate":
-            return ids[-max_prompt_tokens:]
+            return Prompt(ids[-max_prompt_tokens:])
         raise self._too_long(f"{len(ids)} prompt tokens", max_prompt_tokens, ids)
 
-    def _ids(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
+    def _ids(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int, images: list[bytes]) -> Ids:
+        """The token ids, of each image one. images: those of the row are appended, encoded."""
         if self.columns.prompt_kind == "prompt_ids":
             return self._checked_ids(prompt)
         chat = self.is_chat
@@ -82,7 +91,7 @@ class PromptEncoder:
             ids = (
                 self._encode_chat(
                     prompt, system, row.get(USUAL_SYSTEM, self.input.system), tools, kwargs, max_prompt_tokens,
-                    final or self.input.final_assistant,
+                    final or self.input.final_assistant, row.get(IMAGES), images,
                 )
                 if chat
                 else self._encode_text(prompt, max_prompt_tokens)
@@ -129,14 +138,18 @@ class PromptEncoder:
 
     def _encode_chat(
         self, prompt: Any, system: str | None, usual_system: str | None, tools: Any, kwargs: dict[str, Any],
-        max_prompt_tokens: int, final: str,
+        max_prompt_tokens: int, final: str, cell: Any, images: list[bytes],
     ) -> list[int]:
         assert self.tokenizer is not None
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        given: list[Any] | None = None if self.images is None else []
         try:
-            turns = read_chat(messages, system, final, usual_system)
+            turns = read_chat(messages, system, final, usual_system, given)
         except BadChat as error:
             raise BadRow("bad_messages", str(error)) from None
+        if self.images is not None and given is not None:
+            turns, found = self.images.placed(turns, given, cell, adds=isinstance(prompt, str))
+            images += found
         self._check_variables(kwargs)
         complete = final == COMPLETE
         ends = {GENERATION_PROMPT: False} if complete and self.tokenizer.reads(GENERATION_PROMPT) else {}
@@ -182,6 +195,15 @@ class PromptEncoder:
             f"{prompt} + {self.max_len - max_prompt_tokens} new tokens exceed model.max_len={self.max_len}; "
             "shorten the prompt, lower max_new_tokens or set input.on_overlong=truncate",
             prompt_ids,
+        )
+
+    def _too_long_with_images(self, prompt: Prompt, max_prompt_tokens: int) -> BadRow:
+        of_images = sum(piece.length for piece in prompt.images)
+        return self._overlong(
+            f"{len(prompt.ids) - of_images} tokens of text and {of_images} of images + {self.max_len - max_prompt_tokens} new "
+            f"tokens exceed model.max_len={self.max_len}, and no image is cut; take fewer images, or lower "
+            "input.max_pixels or max_new_tokens",
+            prompt.ids,
         )
 
     def _overlong(self, message: str, prompt_ids: Ids | None = None) -> BadRow:

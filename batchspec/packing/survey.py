@@ -30,6 +30,9 @@ class Survey:
     predicted_tokens: array[int] = field(default_factory=lambda: array("i"))
     num_opened: int = 0
     """Number of requests whose prompt ends inside a thought, because the chat template begins one."""
+    num_images: int = 0
+    image_tokens: int = 0
+    """Images of the requests, and their tokens in all."""
     shares_prefix: bool = False
     """Whether two requests of the same adapter, of different rows or of one, begin with the same PREFIX_TOKENS tokens."""
     prefixes: set[tuple[int, bytes]] = field(default_factory=set)
@@ -51,6 +54,8 @@ class Survey:
                 self.max_new_tokens.append(item.max_new_tokens)
                 self.predicted_tokens.append(item.predicted_tokens)
                 self._compare_prefix(item)
+                self.num_images += len(item.images)
+                self.image_tokens += sum(piece.length for piece in item.images)
                 self.num_opened += item.thinking is not None and item.thinking.opened is True
             else:
                 assert item.error is not None
@@ -61,12 +66,13 @@ class Survey:
     def _compare_prefix(self, request: Request) -> None:
         if len(self.prompt_tokens) > PREFIX_ROWS:
             return
-        known = request.prompt_ids if self.common is None else self.common
-        known = known[: len(request.prompt_ids)]
-        differs = np.flatnonzero(known != request.prompt_ids[: len(known)])
+        ids = request.grouping_ids
+        known = ids if self.common is None else self.common
+        known = known[: len(ids)]
+        differs = np.flatnonzero(known != ids[: len(known)])
         self.common = known[: differs[0]] if len(differs) else known
-        if len(request.prompt_ids) >= PREFIX_TOKENS:
-            prefix = (request.adapter, request.prompt_ids[:PREFIX_TOKENS].tobytes())
+        if len(ids) >= PREFIX_TOKENS:
+            prefix = (request.adapter, ids[:PREFIX_TOKENS].tobytes())
             self.shares_prefix = self.shares_prefix or prefix in self.prefixes
             self.prefixes.add(prefix)
 

@@ -89,7 +89,10 @@ class _Outline:
         where = f"message {place} (role {turn['role']})"
         content = turn.get("content")
         if isinstance(content, list):
-            turn["content"] = [{**part, "text": self._replaced(f"the text of {where}", part["text"])} for part in content]
+            turn["content"] = [
+                {**part, "text": self._replaced(f"the text of {where}", part["text"])} if "text" in part else part
+                for part in content
+            ]
         else:
             turn["content"] = self._replaced(f"the text of {where}", content)
         if turn.get("tool_calls"):

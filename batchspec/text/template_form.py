@@ -54,6 +54,8 @@ class TemplateForm:
         changed = dict(message)
         content = changed.get("content")
         if isinstance(content, list) and changed["role"] not in self.roles_with_parts:
+            if any("text" not in part for part in content):
+                raise ValueError(f"it takes no parts of messages of role {changed['role']}, and message {place} has an image")
             changed["content"] = content = text_of(content)
         if isinstance(content, str) and content and changed["role"] in self.roles_without_text:
             changed["content"] = [{"type": "text", "text": content}]

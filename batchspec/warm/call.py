@@ -14,6 +14,7 @@ from batchspec.data.dataset.reader import InputShard, table_source
 from batchspec.data.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
+from batchspec.job.images import of_call
 from batchspec.job.load.loaded_engine import Decoder, LoadedEngine
 from batchspec.job.prepare import Job, JobModel, job_of
 from batchspec.job.runner.shard_work import ShardWork
@@ -40,7 +41,7 @@ class Call:
     def __init__(self, model: JobModel, opened: Job, table: pa.Table, named: Mapping[str, str | None] | None = None) -> None:
         source = table_source(table)
         templates = opened.admission.templates
-        columns = templates.map_columns(source.schema, named=named)
+        columns = of_call(model.config, templates.map_columns(source.schema, named=named))
         check_ids(source, columns, NUMBER_THEM if named is None else OF_SAMPLES)
         self.constraints = opened.admission.constraints
         self.job: Job = job_of(model, source, columns, opened.tokenizer, self.constraints, templates)
@@ -135,7 +136,7 @@ def empty_frame(model: JobModel, table: pa.Table, admission: Admission) -> pl.Da
     """
     if not table.num_columns:
         raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
-    columns = admission.templates.map_columns(table.schema)
+    columns = of_call(model.config, admission.templates.map_columns(table.schema))
     schema = admission.schema_of(table.schema, columns, model.config.output)
     frame = pl.from_arrow(schema.empty_table())
     assert isinstance(frame, pl.DataFrame)

@@ -30,6 +30,7 @@ from batchspec.data.dataset.job_rows import JobOutput
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse
+from batchspec.job.images import of_engine
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.prepare import JobModel, open_model, open_output
 from batchspec.model.dtype import dtype_name
@@ -83,7 +84,7 @@ class Engine:
         self._in_use, self._half_loaded, self._own = threading.Lock(), False, OwnProcess()
         self._running: Call | None = None
         self._noted = set[str]()
-        self._open_model = open_model(config)
+        self._open_model = open_model(of_engine(config))
         self._opened = opened = open_warm(self._model)
         self._loaded: LoadedEngine[BatchEngine | EngineOfRanks] | None = None
         self._other: tuple[str, Part] | None = None
@@ -202,6 +203,8 @@ class Engine:
         K/V of earlier calls are dropped; the drafter is not changed. Memory for one more layer is needed meanwhile.
         Raises CheckpointError for other names, shapes or configurations, before anything is changed.
         """
+        if self._model.spec.eye is not None:
+            raise ConfigError("load_weights replaces the language model alone, and this one reads images; make a new engine")
         with self._exclusive(loads=True) as loaded, ExitStack() as stack:
             engine, self._other = loaded.engine, None  # K/V of the other task are of the old weights too
             if isinstance(engine, EngineOfRanks):

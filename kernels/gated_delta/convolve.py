@@ -51,16 +51,22 @@ def head_place(head, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HK: tl.c
 
 
 @triton.jit
+def softplus(a):
+    """log(1 + exp(a)), and a itself above 20."""
+    grown = tl.exp(tl.minimum(a, 20.0))
+    raised = 1.0 + grown  # log(1 + x) without the error of the rounded sum: Kahan, see Goldberg 1991, theorem 4
+    exact = tl.where(raised == 1.0, grown, tl.log(raised) * (grown / tl.where(raised == 1.0, 1.0, raised - 1.0)))
+    return tl.where(a > 20.0, a, exact)
+
+
+@triton.jit
 def gates_of(ba, token, exists, value, a_log, dt_bias, ba_stride, A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr,
              ACC: tl.constexpr):
     """g and beta of one value head at these tokens."""
     place = ba + token * ba_stride + value % GROUP
     a = tl.load(place + A[0] + value // GROUP * A[1], mask=exists, other=0.0).to(ACC) + tl.load(dt_bias + value).to(ACC)
     b = tl.load(place + B[0] + value // GROUP * B[1], mask=exists, other=0.0).to(ACC)
-    grown = tl.exp(tl.minimum(a, 20.0))
-    raised = 1.0 + grown  # log(1 + x) without the error of the rounded sum: Kahan, see Goldberg 1991, theorem 4
-    exact = tl.where(raised == 1.0, grown, tl.log(raised) * (grown / tl.where(raised == 1.0, 1.0, raised - 1.0)))
-    return -tl.exp(tl.load(a_log + value).to(ACC)) * tl.where(a > 20.0, a, exact), 1.0 / (1.0 + tl.exp(-b))
+    return -tl.exp(tl.load(a_log + value).to(ACC)) * softplus(a), 1.0 / (1.0 + tl.exp(-b))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

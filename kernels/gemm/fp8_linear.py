@@ -64,7 +64,7 @@ def fp8_linear_kernel(
     if complete:
         if not BLOCKED:
             acc = apply_row_scales(acc, own_scales, w_scales, expert, count, first, n, n - 1, scale_stride, BLOCK_N)
-        acc = add_bias_and_gate(acc, up, bias, expert, first, n, False, None, 0.0, BLOCK_N)
+        acc = add_bias_and_gate(acc, up, bias, expert, first, n, False, None, None, BLOCK_N)
         store_rows(acc, out, out, begin, count, first, n, False, BLOCK_T, BLOCK_N)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batchspec.kernels.moe.gate import apply_gate
+from batchspec.kernels.moe.gate import apply_gate, squared_relu
 from batchspec.kernels.moe.tiles import HEIGHTS, JOINED, ExpertTile
 from batchspec.kernels.moe.units import Routing, check_routing
 
@@ -83,7 +83,8 @@ def store_rows(y, out, pairs, begin, count, first, n, SCATTER: tl.constexpr, BLO
 @triton.jit
 def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
                       BLOCK_N: tl.constexpr):
-    """Add the bias to the fp32 sums of a tile [BLOCK_N, pairs]; if GATED, apply the gate to acc and up."""
+    """Add the bias to the fp32 sums of a tile [BLOCK_N, pairs]; if GATED, apply the gate to acc and up; otherwise relu(acc)^2,
+    unless ALPHA is None."""
     column = first + tl.arange(0, BLOCK_N)
     inside = column < n
     if bias is not None:
@@ -93,6 +94,8 @@ def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMI
             up += tl.load(own + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = apply_gate(acc, up, LIMIT, ALPHA)
+    elif ALPHA is not None:
+        acc = squared_relu(acc)
     return acc
 
 

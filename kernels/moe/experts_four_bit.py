@@ -112,15 +112,16 @@ def experts_four_bit_up(
     """The gated first product of each pair.
 
     x        bf16 [P, H], on a CPU any float dtype, in the order of the list of pairs
-    weight   of a matrix [E, 2I, H], gate rows before up rows, I a multiple of 16; scales as for `four_bit_linear`
-    bias     bf16 or fp32 [E, 2I], or None
+    weight   of a matrix [E, 2I, H], gate rows before up rows, without a gate [E, I, H]; I a multiple of 16; scales as for
+             `four_bit_linear`
+    bias     bf16 or fp32 [E, 2I], or [E, I], or None
     routing  from `route` with unit_pairs=tile.block_t
     tile     block_k is 128
     out      bf16 or fp32 [P, I], contiguous; None: a new tensor of x's dtype
 
     Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    out = x.new_empty(len(x), weight.num_rows // 2) if out is None else out
+    out = x.new_empty(len(x), weight.num_rows // gate.parts) if out is None else out
     if x.is_cuda or interpret:
         launch("experts_four_bit_up", x, weight, bias, routing, tile, out, gate=gate)
         return out
@@ -154,7 +155,7 @@ def launch(
 ) -> None:
     """Check the arguments and start the kernel, unless `compile_only`."""
     num_pairs, (num_experts, num_groups, w_rows), k = routing.expert_ids.numel(), weight.scales.shape, weight.k
-    gated = gate is not None
+    gated = gate is not None and gate.parts == 2
     n = w_rows // 2 if gated else w_rows
     check(f"{kernel}: x", x, (num_pairs, k), torch.bfloat16)
     check(f"{kernel}: words", weight.words, (num_experts, -(-k // BLOCK), w_rows // ROWS, ROWS * WORDS), torch.int16)
@@ -178,7 +179,7 @@ def launch(
         *blocks_of(x, tile, tma), words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words,
         pairs_of(weight.scales), pairs_of(weight.shifts), weight.row_scales, bias, routing.pairs, routing.units, out,
         len(routing.units), num_pairs, n, k, num_groups,
-        SCATTER=not gated, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, GROUP=weight.group,
+        SCATTER=gate is None, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, GROUP=weight.group,
         TWO=in_two(tile.block_n, tile.warps, gated=gated), LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
         BLOCK_N=tile.block_n, UNITS=tile.group, TMA=tma, EVEN_K=k % BLOCK == 0, INTERPRETED=not x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),

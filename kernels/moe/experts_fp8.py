@@ -81,7 +81,7 @@ def multiply(
         if TWO:
             other = apply_row_scales(other, own_scales, w_scales, expert, count, second, w_rows, w_rows - 1, scale_stride, HALF)
     if TWO and not GATED:
-        other = add_bias_and_gate(other, other, bias, expert, second, n, False, None, 0.0, HALF)
+        other = add_bias_and_gate(other, other, bias, expert, second, n, False, None, ALPHA, HALF)
         store_rows(other, out, pairs, begin, count, second, n, SCATTER, BLOCK_T, HALF)
     acc = add_bias_and_gate(acc, other, bias, expert, first, n, GATED, LIMIT, ALPHA, HALF)
     if out_scales is None:
@@ -130,8 +130,8 @@ def experts_fp8_up(
 
     x        [P, H] in the order of the list of pairs, from `quantise_rows`: one scale per 128 values if the weight has block
              scales, else one per row
-    weight   [E, 2I, H]
-    bias     bf16 or fp32 [E, 2I], or None
+    weight   [E, 2I, H], without a gate [E, I, H]
+    bias     bf16 or fp32 [E, 2I], or [E, I], or None
     routing  from `route` with unit_pairs=tile.block_t
     tile     block_k is 128; with block scales block_n divides 128
     dtype    of the result: bf16 or fp32; on a CPU any float dtype
@@ -143,7 +143,7 @@ def experts_fp8_up(
     if not (x.values.is_cuda or interpret):
         rows = rows_of_pairs(x, routing) if by_token else x
         return experts_fp8_up_reference(rows, weight, bias, routing, gate=gate).to(dtype)
-    out = x.values.new_empty(len(routing.pairs), weight.values.shape[1] // 2, dtype=dtype)
+    out = x.values.new_empty(len(routing.pairs), weight.values.shape[1] // gate.parts, dtype=dtype)
     launch("experts_fp8_up", x, weight, bias, routing, tile, out, gate=gate, by_token=by_token)
     return out
 
@@ -154,13 +154,14 @@ def experts_fp8_up_quantised(
 ) -> Fp8Rows:
     """`experts_fp8_up` in bf16 and `quantise_rows` on its result, in one launch.
 
-    tile.block_n must be 128: a program then holds the 128 values of each scale that it writes.
+    tile.block_n must be 128, and without a gate the tile not turned: a program then holds the 128 values of each scale that it
+    writes.
     Returns [P, I] in the order of the list with one scale per 128 values.
     """
     if not (x.values.is_cuda or interpret):
         rows = rows_of_pairs(x, routing) if by_token else x
         return quantise_rows_reference(experts_fp8_up_reference(rows, weight, bias, routing, gate=gate).bfloat16())
-    num_pairs, width = len(routing.pairs), weight.values.shape[1] // 2
+    num_pairs, width = len(routing.pairs), weight.values.shape[1] // gate.parts
     out = Fp8Rows(x.values.new_empty(num_pairs, width), x.scales.new_empty(-(-width // GROUP), num_pairs))
     launch(
         "experts_fp8_up_quantised", x, weight, bias, routing, tile, out.values, gate=gate, out_scales=out.scales,
@@ -199,17 +200,19 @@ def launch(
     out_scales  fp32 [ceil(N / 128), P]: out is e4m3 with one scale per 128 values; None: out is bf16 or fp32
     """
     num_experts, w_rows, k = weight.values.shape
-    num_rows, n = len(routing.pairs), w_rows if gate is None else w_rows // 2
+    gated = gate is not None and gate.parts == 2
+    half = tile.block_n if gated or not tile.turned else tile.block_n // 2
+    num_rows, n = len(routing.pairs), w_rows // 2 if gated else w_rows
     top_k, x_rows = (routing.expert_ids.shape[1], len(x.values)) if by_token else (0, num_rows)
     if x_rows < num_rows // (top_k or 1):
         raise ValueError(f"{kernel}: {x_rows} rows of x; a routing of {num_rows // top_k} tokens")
-    blocked = _check_scales(kernel, x, x_rows, weight, gate is not None, tile)
+    blocked = _check_scales(kernel, x, x_rows, weight, gated, tile)
     if out_scales is None:
         check(f"{kernel}: out", out, (num_rows, n), torch.bfloat16, torch.float32)
     else:
         check(f"{kernel}: out", out, (num_rows, n), E4M3)
         check(f"{kernel}: out_scales", out_scales, (-(-n // GROUP), num_rows), torch.float32)
-        if tile.block_n != GROUP:
+        if tile.block_n != GROUP or half != GROUP:
             raise ValueError(f"{kernel}: block_n is {tile.block_n}; a tile must hold the {GROUP} values of a scale")
     if bias is not None:
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
@@ -219,14 +222,13 @@ def launch(
         return
     tma = tile.tma and x.values.data_ptr() % 16 == 0 and weight.values.data_ptr() % 16 == 0 and k % 16 == 0
     flat = weight.values.view(num_experts * w_rows, k)
-    half = tile.block_n // 2 if tile.turned and gate is None else tile.block_n
     grid = (num_units * triton.cdiv(n, tile.block_n),)
     start = partial(experts_fp8_kernel.warmup, grid=grid) if compile_only else experts_fp8_kernel[grid]
     start(
         *blocks_of(x.values, tile, tma and not by_token), x.scales,
         TensorDescriptor.from_tensor(flat, [half, GROUP]) if tma else flat,
         weight.scales, bias, routing.pairs, routing.units, out, out_scales, num_units, x_rows, num_rows, n, k,
-        int(weight.scales.dim() == 2), SCATTER=gate is None, GATED=gate is not None,
+        int(weight.scales.dim() == 2), SCATTER=gate is None, GATED=gated,
         LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, BLOCKED=blocked, TURNED=tile.turned, LOW=tile.low,
         BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TOP_K=top_k, EVEN_K=k % GROUP == 0,
         STAGES=tile.stages, INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
@@ -257,7 +259,7 @@ def experts_fp8_up_reference(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, *, gate: Gate = SWIGLU
 ) -> Tensor:
     """`experts_fp8_up` in plain torch: [P, I] in the order of the list, in the dtype of x.scales (fp32 or fp64)."""
-    return gate(*_product(x, weight, bias, routing, gated=True).chunk(2, dim=-1))
+    return gate.of(_product(x, weight, bias, routing, gated=gate.parts == 2))
 
 
 def experts_fp8_down_reference(h: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing) -> Tensor:

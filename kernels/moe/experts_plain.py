@@ -101,15 +101,15 @@ def experts_plain_up(
     """The gated first product of each pair.
 
     x        bf16 or fp32 [P, H], on a CPU also fp64, in the order of the list of pairs
-    weight   same dtype [E, 2I, H], contiguous, gate rows before up rows
-    bias     same dtype [E, 2I], or None
+    weight   same dtype [E, 2I, H], contiguous, gate rows before up rows; without a gate [E, I, H]
+    bias     same dtype [E, 2I], or [E, I], or None
     routing  from `route` with unit_pairs=tile.block_t
     by_token  x has a row of each token, [T, H], which programs gather: for few pairs faster than to sort rows before
     out      same dtype [P, I], contiguous; None: a new tensor
 
     Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    out = x.new_empty(len(routing.pairs), weight.shape[1] // 2) if out is None else out
+    out = x.new_empty(len(routing.pairs), weight.shape[1] // gate.parts) if out is None else out
     if x.is_cuda or interpret:
         launch("experts_plain_up", x, weight, bias, routing, tile, out, gate=gate, by_token=by_token)
         return out
@@ -139,7 +139,8 @@ def launch(
     """Check the arguments and start the kernel, unless `compile_only`."""
     top_k = routing.expert_ids.shape[1] if by_token else 0
     num_pairs, (num_experts, w_rows, k) = routing.expert_ids.numel(), weight.shape
-    n = w_rows if gate is None else w_rows // 2
+    gated = gate is not None and gate.parts == 2
+    n = w_rows // 2 if gated else w_rows
     check(f"{kernel}: x", x, (num_pairs // (top_k or 1), k), *DTYPES)
     check(f"{kernel}: weight", weight, (num_experts, w_rows, k), x.dtype)
     check(f"{kernel}: out", out, (num_pairs, n), x.dtype)
@@ -156,7 +157,7 @@ def launch(
         *blocks_of(x, tile, tma and not by_token),
         TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k]) if tma else weight, bias,
         routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k,
-        SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
+        SCATTER=gate is None, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
         LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, TMA=tma,
         EVEN_K=k % tile.block_k == 0, TOP_K=top_k, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
         **launch_args(x),
@@ -167,7 +168,7 @@ def experts_plain_up_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, gate: Gate = SWIGLU
 ) -> Tensor:
     """`experts_plain_up` in plain torch: products and gate in fp32 at least, rounded once."""
-    return gate(*_product(x, weight, bias, routing).chunk(2, dim=-1)).to(x.dtype)
+    return gate.of(_product(x, weight, bias, routing)).to(x.dtype)
 
 
 def experts_plain_down_reference(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:

@@ -38,7 +38,7 @@ from batchspec.kernels.moe.route_few import is_few, launch_few
 from batchspec.kernels.moe.units import FIELDS, SIZE_STEP, Routing, max_units, write_units
 
 Scoring = Literal["softmax", "sigmoid"]
-MAX_EXPERTS, MAX_TOP_K = 512, 16
+MAX_EXPERTS, MAX_TOP_K = 512, 32
 TOKENS = 4  # per program, one per warp
 BLOCK = 2048  # pairs per iteration
 MANY_PAIRS = 1 << 14  # not measured: an estimate of where eight iterations take as long as one more launch
@@ -105,7 +105,7 @@ def route(
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
     logits        fp32 or bf16 [T, E], E up to 512 (on a CPU also fp64)  rows may be slices of wider rows
-    top_k         number of experts per token, up to 16
+    top_k         number of experts per token, up to 32
     norm_topk     the weights of a token are made to sum to 1
     sum_eps       added to the sum by which norm_topk divides them; with softmax 0
     scale         factor of the weights

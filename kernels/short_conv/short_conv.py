@@ -1,7 +1,10 @@
-"""The middle of a short convolution layer: a gated input, a causal convolution of each of C channels, and a second gate.
+"""A causal convolution of each of C channels: between two gates in a short convolution layer, before SiLU in a Mamba2 layer.
 
     u[t] = b[t] * x[t]                                             b | c | x are the columns of `inputs`
     y[t] = c[t] * (bias + sum over w of weight[:, w] * u[t - (W-1) + w])
+
+    u[t] = inputs[t]                                               without gates
+    y[t] = silu(bias + sum over w of weight[:, w] * u[t - (W-1) + w])
 
 u before a row's first flat token is what `ring` keeps of its earlier positions, and 0 before position 0. The ring of a slot holds
 u of position p at p % P. A round writes u of its K + 1 positions, of which the next round may reject some. That one begins after
@@ -11,8 +14,8 @@ nothing is undone.
 u is rounded to the model's dtype, in which the ring keeps it, so no bit depends on where passes and rounds end. The rest is
 computed in fp32 (fp64 for fp64) and rounded once. The first program of a row is the only one that reads the row's ring, and it
 writes the ring afterwards, so one launch serves rows of any length. So W is at most the number of tokens of a program.
-Bound by memory (bytes: 4 * T * C * itemsize), by launch latency at decode sizes.
-Source: models/lfm2 of transformers 5.
+Bound by memory (bytes: 4 * T * C * itemsize, without gates 2), by launch latency at decode sizes.
+Source: models/lfm2 and models/nemotron_h of transformers 5.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,22 +51,41 @@ class ConvRows:
     max_tokens: int
     """No row has more tokens than this (host bound)."""
 
+    def alive(self) -> list[tuple[int, slice, int]]:
+        """(slot, flat tokens, position of the first) of each row that has tokens and is not dead. Synchronises on a GPU."""
+        bounds = pairwise(self.cu_seqlens.tolist())
+        return [
+            (slot, slice(begin, end), int(self.positions[begin]))
+            for slot, (begin, end), lives in zip(self.slots.tolist(), bounds, self.live.tolist(), strict=True)
+            if lives and end > begin
+        ]
+
+    def check(self, kernel: str, num_tokens: int) -> None:
+        """`check` the tensors of a pass of T tokens. Raises ValueError."""
+        num_rows = self.slots.numel()
+        check(f"{kernel}: cu_seqlens", self.cu_seqlens, (num_rows + 1,), torch.int32)
+        check(f"{kernel}: positions", self.positions, (num_tokens,), torch.int64)
+        check(f"{kernel}: slots", self.slots, (num_rows,), torch.int32)
+        check(f"{kernel}: live", self.live, (num_rows,), torch.int32)
+
 
 @triton.jit
-def gated_input(inputs, token, exists, channel, stride, CHANNELS: tl.constexpr, ACC: tl.constexpr):
+def input_of(inputs, token, exists, channel, stride, GATED: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr):
     """u of these tokens and channels, rounded as the ring keeps it; 0 for tokens that do not exist."""
     place = inputs + token[:, None] * stride + channel[None, :]
     mask = exists[:, None] & (channel < CHANNELS)[None, :]
-    b = tl.load(place, mask=mask, other=0.0).to(ACC)
-    x = tl.load(place + 2 * CHANNELS, mask=mask, other=0.0).to(ACC)
-    return (b * x).to(inputs.dtype.element_ty)
+    u = tl.load(place, mask=mask, other=0.0)
+    if GATED:
+        x = tl.load(place + 2 * CHANNELS, mask=mask, other=0.0).to(ACC)
+        u = (u.to(ACC) * x).to(inputs.dtype.element_ty)
+    return u
 
 
 @triton.jit
 def short_conv_kernel(
     inputs, weight, bias, ring, cu_seqlens, positions, slots, live, out, inputs_stride, ring_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, PLACES: tl.constexpr,
-    LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr,
+    PLACES: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program (channels, row, tokens of the row)."""
     channel = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -82,32 +105,36 @@ def short_conv_kernel(
             acc += tl.load(bias + channel, mask=within, other=0.0).to(ACC)[None, :]
         for back in tl.static_range(TAPS - 1, -1, -1):
             at = index - back
-            u = gated_input(inputs, begin + at, exists & (at >= 0), channel, inputs_stride, CHANNELS, ACC).to(ACC)
+            u = input_of(inputs, begin + at, exists & (at >= 0), channel, inputs_stride, GATED, CHANNELS, ACC).to(ACC)
             if back > 0:
                 older = exists & (at < 0) & (first + at >= 0)
                 place = (first + at + RING) % RING * CHANNELS
                 u += tl.load(own_ring + place[:, None], mask=older[:, None] & within[None, :], other=0.0).to(ACC)
             acc += u * tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=within, other=0.0).to(ACC)[None, :]
         exists_here = exists[:, None] & within[None, :]
-        c = inputs + (begin + index)[:, None] * inputs_stride + CHANNELS + channel[None, :]
-        y = acc * tl.load(c, mask=exists_here, other=0.0).to(ACC)
+        if GATED:
+            c = inputs + (begin + index)[:, None] * inputs_stride + CHANNELS + channel[None, :]
+            y = acc * tl.load(c, mask=exists_here, other=0.0).to(ACC)
+        else:
+            y = acc / (1.0 + tl.exp(-acc))
         place = out + (begin + index)[:, None] * CHANNELS + channel[None, :]
         tl.store(place, y.to(out.dtype.element_ty), mask=exists_here)
         if tile == 0:
             newest = count - 1 - tl.arange(0, PLACES)
             keeps = newest >= tl.maximum(count - RING, 0)
-            kept = gated_input(inputs, begin + newest, keeps, channel, inputs_stride, CHANNELS, ACC)
+            kept = input_of(inputs, begin + newest, keeps, channel, inputs_stride, GATED, CHANNELS, ACC)
             tl.debug_barrier()  # other threads of the program have read their part of the ring
             places = (first + newest) % RING * CHANNELS
             tl.store(own_ring + places[:, None], kept, mask=keeps[:, None] & within[None, :])
 
 
 def short_conv(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: ConvRows, *, interpret: bool = False
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: ConvRows, *, gated: bool = True,
+    interpret: bool = False,
 ) -> Tensor:
     """y [T, C]; see the module's docstring.
 
-    inputs  [T, 3 C] any float dtype  rows may be slices of wider ones
+    inputs  [T, 3 C], without gates [T, C], any float dtype  rows may be slices of wider ones
     weight  [C, W] of the same dtype, W up to 16; the last tap is that of the token itself
     bias    [C] of the same dtype, or None
     ring    [slots, P, C] of the same dtype, each slot contiguous; P >= W
@@ -117,50 +144,49 @@ def short_conv(
     """
     (num_tokens, dtype), (channels, taps) = (len(inputs), inputs.dtype), weight.shape
     num_rows, (_, places, _) = rows.slots.numel(), ring.shape
-    check("short_conv: inputs", inputs, (num_tokens, 3 * channels), *FLOATS, rows=True)
+    check("short_conv: inputs", inputs, (num_tokens, (3 if gated else 1) * channels), *FLOATS, rows=True)
     check("short_conv: weight", weight, (channels, taps), dtype)
     if bias is not None:
         check("short_conv: bias", bias, (channels,), dtype)
     check("short_conv: ring[0]", ring[0], (places, channels), dtype)
-    check("short_conv: cu_seqlens", rows.cu_seqlens, (num_rows + 1,), torch.int32)
-    check("short_conv: positions", rows.positions, (num_tokens,), torch.int64)
-    check("short_conv: slots", rows.slots, (num_rows,), torch.int32)
-    check("short_conv: live", rows.live, (num_rows,), torch.int32)
+    rows.check("short_conv", num_tokens)
     if not taps <= min(places, TOKENS):
         raise ValueError(
             f"short_conv: {taps} taps and rings of {places} positions; must be at most {TOKENS} taps, and as many positions"
         )
     if not (inputs.is_cuda or interpret):
-        return short_conv_reference(inputs, weight, bias, ring, rows)
+        return short_conv_reference(inputs, weight, bias, ring, rows, gated=gated)
     out = inputs.new_empty(num_tokens, channels)
     if num_tokens:
         grid = (triton.cdiv(channels, LANES), num_rows, triton.cdiv(rows.max_tokens, TOKENS))
         short_conv_kernel[grid](
             inputs, weight, bias, ring, rows.cu_seqlens, rows.positions, rows.slots, rows.live, out, inputs.stride(0),
-            ring.stride(0), CHANNELS=channels, TAPS=taps, RING=places, TOKENS=TOKENS, PLACES=triton.next_power_of_2(places),
-            LANES=LANES, ACC=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=4, **launch_args(inputs),
+            ring.stride(0), GATED=gated, CHANNELS=channels, TAPS=taps, RING=places, TOKENS=TOKENS,
+            PLACES=triton.next_power_of_2(places), LANES=LANES, ACC=tl.float64 if dtype == torch.float64 else tl.float32,
+            num_warps=4, **launch_args(inputs),
         )
     return out
 
 
-def short_conv_reference(inputs: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: ConvRows) -> Tensor:
+def short_conv_reference(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: ConvRows, *, gated: bool = True
+) -> Tensor:
     """The same in plain torch, row by row; zeros for padding and dead rows."""
     (channels, taps), places = weight.shape, ring.shape[1]
     acc = torch.promote_types(inputs.dtype, torch.float32)
-    b, c, x = inputs.split(channels, 1)
-    u, out = b * x, torch.zeros_like(b)
-    bounds, live = pairwise(rows.cu_seqlens.tolist()), rows.live.tolist()
-    for slot, (begin, end), lives in zip(rows.slots.tolist(), bounds, live, strict=True):
-        if not lives or end == begin:
-            continue
-        first = int(rows.positions[begin])
+    u, c = inputs, inputs
+    if gated:
+        b, c, x = inputs.split(channels, 1)
+        u = b * x
+    out = torch.zeros_like(u, memory_format=torch.contiguous_format)
+    for slot, own, first in rows.alive():
         before = torch.arange(first - taps + 1, first, device=ring.device)
         kept = ring[slot, before % places].where(before[:, None] >= 0, 0.0)
-        near = torch.cat((kept, u[begin:end])).to(acc)
+        near = torch.cat((kept, u[own])).to(acc)
         summed = near.new_zeros(channels) if bias is None else bias.to(acc)
         for tap in range(taps):
-            summed = summed + near[tap : tap + end - begin] * weight[:, tap].to(acc)
-        out[begin:end] = (summed * c[begin:end].to(acc)).to(out.dtype)
-        newest = slice(max(begin, end - places), end)
+            summed = summed + near[tap : tap + own.stop - own.start] * weight[:, tap].to(acc)
+        out[own] = (summed * c[own].to(acc) if gated else F.silu(summed)).to(out.dtype)
+        newest = slice(max(own.start, own.stop - places), own.stop)
         ring[slot, rows.positions[newest] % places] = u[newest]
     return out

@@ -38,6 +38,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4": {"partial_rotary_factor": 0.5},
     "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
     "granitemoehybrid": needed("granitemoehybrid", 3), "lfm2_moe": needed("lfm2_moe", 3),
+    "nemotron_h": needed("nemotron_h", 3),
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     "glm4_moe_lite": {
@@ -108,8 +109,16 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
     "smollm3": {"no_rope_layers": (None, [1, 0, 0], [0, 1]), "no_rope_layer_interval": (1, 2, 3)},
     "granite": FACTORS,
     "granitemoehybrid": {
-        **FACTORS, "position_embedding_type": ("rope", None), "shared_intermediate_size": (20,), "num_experts_per_tok": (0, 2),
+        **FACTORS, "position_embedding_type": ("rope", None), "shared_intermediate_size": (20,), "num_experts_per_tok": (0, 2, 5),
+        "num_local_experts": (0, 4),
         "layer_types": (None, [KINDS[1]] * 3, ["attention"] * 3, ["mamba", "attention", "attention"]),
+        "mamba_n_heads": (2, 6), "mamba_d_head": ("auto", 8), "mamba_d_state": (10,), "mamba_n_groups": (2,),
+    },
+    "nemotron_h": {
+        "layers_block_type": (None, ["moe", KINDS[1], "mlp"], ["linear_attention"] * 3, ["mamba", "attention", "mlp"]),
+        "hybrid_override_pattern": ("M*-", "MM*", "M*"), "mamba_num_heads": (2, 3), "n_groups": (1, 2), "ssm_state_size": (10,),
+        "layer_norm_epsilon": (None, 1e-2), "use_bias": (True,), "mlp_hidden_act": ("relu2", "silu"), "n_routed_experts": (6,),
+        "moe_latent_size": (None, 8), "n_shared_experts": (0, 2), "time_step_limit": (None, [0.0, 1.0]),
     },
     "glm4_moe": {
         "n_routed_experts": (None, 4), "num_local_experts": (None, 8), "num_experts_per_tok": (1, 5), "n_group": (2, 3, 5),

@@ -8,7 +8,7 @@ from batchspec.data.dataset.columns import TYPES
 from batchspec.data.dataset.openai_keys import NUMBERS as OF_REQUESTS
 from batchspec.packing.row_settings import NUMBERS, READERS, SAMPLING
 
-PROMPT_COLUMNS = {"id", "messages", "prompt", "prompt_ids"}
+PROMPT_COLUMNS = {"id", "messages", "prompt", "prompt_ids", "images"}
 
 
 def test_the_columns_of_the_input_are_the_prompts_and_the_options_of_rows() -> None:

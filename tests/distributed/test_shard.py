@@ -22,7 +22,7 @@ from tests.helpers.attentions import attentions
 from tests.helpers.engines import tiny_spec
 from tests.helpers.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS
 from tests.helpers.int4_layouts import of_awq, of_compressed_tensors, of_gptq
-from tests.helpers.models import make_checkpoint
+from tests.helpers.models import make_checkpoint, needed
 from tests.helpers.moe_models import tiny_config
 from tests.helpers.nvfp4_layouts import FP8_AND_NVFP4
 from tests.helpers.short_convs import conv_spec
@@ -46,7 +46,7 @@ def spec_of(family: str, **changes: Any) -> ModelSpec:
     if family in GEMMA4:
         own = {**TINY, **GEMMA4[family], "head_dim": 4, "global_head_dim": 6, **changes, "model_type": "gemma4_text"}
         return read_spec(own, "config.json")
-    if family in ("qwen3", *OWN):
+    if family in ("qwen3", "nemotron_h", *OWN):
         return read_spec({**TINY, "model_type": family, **OWN.get(family, {}), **changes}, "config.json")
     separate = family in ("qwen3_moe", "glm4_moe")
     sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if separate else {"intermediate_size": 16}
@@ -68,6 +68,14 @@ SPECS: dict[str, ModelSpec] = {
     **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "glm4_moe", *GEMMA4)},
     **{family: spec_of(family) for family in ("olmo3", "exaone4", "granitemoehybrid", "ministral3")},
     "short convolutions": conv_spec(channels=8),
+    "nemotron_h": spec_of(
+        "nemotron_h", **{**needed("nemotron_h", 4), "n_groups": 4, "mamba_num_heads": 8, "use_bias": True, "mlp_bias": True,
+        "num_hidden_layers": 4, "intermediate_size": 16},
+    ),
+    "nemotron_h, narrow experts": spec_of(
+        "nemotron_h",
+        **{**needed("nemotron_h", 4), "n_groups": 4, "num_hidden_layers": 4, "intermediate_size": 16, "moe_latent_size": 8},
+    ),
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),

@@ -29,6 +29,7 @@ from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
 from batchspec.kernels.gemm import four_bit_tiles
+from batchspec.kernels.mamba2 import gated_group_norm, scan_chunks, scan_steps
 from batchspec.kernels.short_conv import short_conv
 from batchspec.model.layers.base import NormForm
 from batchspec.model.quant import plain
@@ -41,6 +42,7 @@ from tests.helpers.nvfp4_layouts import MODELOPT
 from tests.helpers.recurrent import LoudNoise, mtp_of, recurrent_spec
 from tests.helpers.short_convs import conv_spec
 from tests.helpers.stand_in_gpu import stand_in_gpu
+from tests.helpers.state_spaces import mamba_spec
 from tests.model.test_expert_kernels import CASES, CPU, VOCAB, made
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_compiled_ahead.py runs on a GPU")
@@ -166,6 +168,7 @@ def kernels_of(*modules: ModuleType) -> dict[str, Sequence[str]]:
 KEEP_ROW_TENSORS: dict[str, tuple[Callable[[], ModelSpec], dict[str, Sequence[str]]]] = {
     "gated delta": (recurrent_spec, kernels_of(chunk_products, convolve, delta_chunks, delta_steps, gated_norm)),
     "short convolution": (conv_spec, kernels_of(short_conv)),
+    "mamba2": (mamba_spec, kernels_of(short_conv, scan_chunks, scan_steps, gated_group_norm)),
 }
 """Kinds of layers that keep row tensors: a model with such layers, and their kernels."""
 

@@ -439,6 +439,22 @@ def test_shared_prefixes_are_prefilled_once() -> None:
     assert tokens == expected_tokens(requests, guesses=tokens)
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_row_shares_the_longest_part_of_its_prefix_that_any_row_has(slots: int) -> None:
+    """Prefixes form a tree: 8 tokens of all rows, two branches of 8 more, and leaves of 4 in one of them. Pages have 4 tokens."""
+    root, left, right, leaf = [*range(9)], [*range(9, 17)], [*range(20, 28)], [*range(17, 21)]
+    prompts = [
+        [*root, 1], [*root, *left, 1], [*root, *right, 1], [*root, *left, *leaf, 1], [*root, *left, 2], [*root, *right, 2],
+        [*root, *left, *leaf, 2], [*root, 2], [*root, *right, *leaf, 1],
+    ]
+    requests = [request(i, prompt, cap=5) for i, prompt in enumerate(prompts)]
+    tokens, done, engine = run(requests, packed(slots), NoDrafter())
+    cached = {one.row_index: one.cached_tokens for one in done.values()}
+    assert [cached[row] for row in range(len(prompts))] == [0, 8, 8, 16, 16, 16, 20, 8, 16]
+    assert engine.totals.prefill_tokens == sum(map(len, prompts)) - sum(cached.values())
+    assert tokens == expected_tokens(requests, guesses=tokens)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -41,7 +41,14 @@ CONVS = {
     "num_experts_per_tok": 2, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "conv"],
     "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
 }
-KINDS = {"recurrent": RECURRENT, "convolutions": CONVS}
+MAMBA = {
+    "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hidden_size": 256, "num_hidden_layers": 5,
+    "hybrid_override_pattern": "ME*-M", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 64, "intermediate_size": 512,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128,
+    "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
+}
+KINDS = {"recurrent": RECURRENT, "convolutions": CONVS, "mamba2": MAMBA}
 compiled = []
 
 def on_compile(**event):
@@ -75,7 +82,8 @@ print("compiled late:", *compiled[ahead:], sep="\\n")
 @pytest.mark.parametrize(
     ("form", "drafter"),
     [*((form, drafter) for form in ("bf16", "fp8 blocks", "mxfp4") for drafter in ("none", "lookup")),
-     ("recurrent", "none"), ("recurrent", "mtp"), ("convolutions", "none"), ("convolutions", "lookup")],
+     ("recurrent", "none"), ("recurrent", "mtp"), ("convolutions", "none"), ("convolutions", "lookup"),
+     ("mamba2", "none"), ("mamba2", "lookup")],
 )
 def test_nothing_is_compiled_after_an_engine_was_prepared(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""

@@ -21,8 +21,12 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.window import WindowDrafter
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
+from batchspec.kernels.mamba2.layout import SsmState, SsmWeights
+from batchspec.kernels.mamba2.scan_steps import scan_steps
+from batchspec.kernels.short_conv.short_conv import ConvRows
 from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
 from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mamba2.block import Mamba2Spec
 from batchspec.model.layers.short_conv.block import ShortConvSpec
 from batchspec.model.target import Target
 from batchspec.records import Request
@@ -57,6 +61,21 @@ def conv_target(kind: str) -> Target:
     first = ShortConvSpec(hidden_size=size, inner_size=size, eps=plain.rms_eps, width=3)
     last = replace(first, width=4, bias=True)
     spec = replace(plain, layers=(LayerSpec(first, attends.mlps), attends, LayerSpec(last, attends.mlps)))
+    device = torch.device(kind)
+    return Target(spec, _Noise(spec, device, torch.float32), device)
+
+
+@cache
+def mamba_target(kind: str) -> Target:
+    """Three layers, the first and the last one Mamba2 layers; the first is a layer of one block."""
+    plain = windowed_target(kind, (None,)).spec
+    attends = plain.layers[0]
+    first = Mamba2Spec(
+        hidden_size=plain.hidden_size, eps=plain.rms_eps, num_heads=4, head_dim=32, num_groups=2, state_size=16, conv_width=4,
+        norm="input_layernorm",
+    )
+    last = replace(first, num_heads=6, head_dim=16, num_groups=1, state_size=32, conv_bias=False, bias=True)
+    spec = replace(plain, layers=(LayerSpec(first, ()), attends, LayerSpec(last, attends.mlps)))
     device = torch.device(kind)
     return Target(spec, _Noise(spec, device, torch.float32), device)
 
@@ -98,11 +117,15 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, pages
 
 
 @pytest.mark.parametrize("pages", [400, 20], ids=["enough pages", "preempted"])
-@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "window"])
-def test_graphs_with_short_convolutions_give_the_tokens_of_one_row_at_a_time_on_the_cpu(
-    name: str, pages: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "target_of"),
+    [*((name, conv_target) for name in ("none", "lookup", "eagle3", "window")),
+     *((name, mamba_target) for name in ("none", "lookup", "eagle3"))],
+)
+def test_graphs_with_other_kinds_of_layers_give_the_tokens_of_one_row_at_a_time_on_the_cpu(
+    name: str, target_of: Callable[[str], Target], pages: int, tmp_path: Path
 ) -> None:
-    asked, slots, target = trusted(), 8, conv_target("cuda")
+    asked, slots, target = trusted(), 8, target_of("cuda")
     drafters: dict[str, Callable[[], Drafter]] = {
         "none": NoDrafter,
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
@@ -112,10 +135,12 @@ def test_graphs_with_short_convolutions_give_the_tokens_of_one_row_at_a_time_on_
     engine, done = run(target, drafters[name](), shape(slots, num_pages=pages), asked)
     assert engine.executor.graphs.num_captured > 0
     assert (engine.totals.preempted > 0) == (pages < 400)
-    assert tokens(done) == alone(asked, conv_target("cpu"))
+    assert tokens(done) == alone(asked, target_of("cpu"))
 
 
-@pytest.mark.parametrize("target", [recurrent_target, conv_target], ids=["gated delta", "short convolutions"])
+@pytest.mark.parametrize(
+    "target", [recurrent_target, conv_target, mamba_target], ids=["gated delta", "short convolutions", "mamba2"]
+)
 def test_rows_with_a_common_prefix_take_over_its_state(target: Callable[[str], Target]) -> None:
     rng = np.random.default_rng(5)
     beginnings = [rng.integers(0, VOCAB, 132).tolist() for _ in range(3)]
@@ -166,6 +191,48 @@ def test_no_bit_depends_on_k_or_on_what_was_accepted(state_dtype: torch.dtype) -
         delta_steps(DeltaInputs(q=taken[0], k=taken[1], v=taken[2], gates=taken[3]), own, batch, out, commits=commits)
         own.folded.fill_(end if commits else begin)
         return out.view(rows, size, value_heads, dim)
+
+    whole = launch(state(), 0, count, commits=True)
+    for draft_len in (0, 1, 3, 6):
+        own, begin, rng = state(), 0, np.random.default_rng(draft_len)
+        while begin + draft_len + 1 <= count:
+            found = launch(own, begin, begin + draft_len + 1, commits=False)
+            assert torch.equal(found, whole[:, begin : begin + draft_len + 1]), (draft_len, begin)
+            begin += int(rng.integers(1, draft_len + 2))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_of_mamba2_depends_on_k_or_on_what_was_accepted(state_dtype: torch.dtype) -> None:
+    """Real sizes, as above."""
+    rows, count, heads, dim, groups, size, ring = 5, 90, 16, 64, 2, 128, 16
+    generator, kept = torch.Generator(GPU).manual_seed(1), heads * dim + groups * size
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=GPU, generator=generator)
+
+    xbc, dt = noise(rows, count, kept + groups * size).bfloat16(), (noise(rows, count, heads) - 1).bfloat16()
+    weights = SsmWeights(a_log=noise(heads) / 2, dt_bias=noise(heads), d=noise(heads))
+
+    def state() -> SsmState:
+        return SsmState(
+            state=torch.full((rows, heads, dim, size), torch.nan, device=GPU, dtype=state_dtype),
+            inputs=torch.zeros(rows, ring, kept, device=GPU, dtype=torch.bfloat16),
+            steps=torch.zeros(rows, ring, heads, device=GPU, dtype=torch.bfloat16),
+            folded=torch.zeros(rows, dtype=torch.int32, device=GPU),
+        )
+
+    def launch(own: SsmState, begin: int, end: int, *, commits: bool) -> torch.Tensor:
+        tokens_each, ints = end - begin, torch.arange(rows, dtype=torch.int32, device=GPU)
+        batch = ConvRows(
+            cu_seqlens=torch.arange(0, rows * tokens_each + 1, tokens_each, dtype=torch.int32, device=GPU),
+            positions=torch.arange(begin, end, device=GPU).repeat(rows), slots=ints, live=torch.ones_like(ints),
+            max_tokens=tokens_each,
+        )
+        out = torch.empty(rows * tokens_each, heads * dim, device=GPU, dtype=torch.bfloat16)
+        own_xbc, own_dt = (part[:, begin:end].flatten(0, 1).contiguous() for part in (xbc, dt))
+        scan_steps(own_xbc, own_dt, weights, own, batch, out, commits=commits)
+        own.folded.fill_(end if commits else begin)
+        return out.view(rows, tokens_each, heads * dim)
 
     whole = launch(state(), 0, count, commits=True)
     for draft_len in (0, 1, 3, 6):

@@ -91,6 +91,8 @@ ON_GPU = (
     Setting(model="lfm2", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="lfm2_moe"),
     Setting(model="lfm2", adapter=True),
+    Setting(model="nemotron_h"),
+    Setting(model="nemotron_h", dtype="float64", fp8_kv=True),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -127,6 +129,7 @@ ON_CPU = (
     Setting(model="gemma4_inputs", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="lfm2", dtype="float64", adapters=True),
     Setting(model="lfm2_moe", dtype="float64", fp8_kv=True),
+    Setting(model="nemotron_h", dtype="float64"),
 )
 
 

@@ -131,6 +131,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 64, "num_dense_layers": 1,
         },
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", *["linear_attention", "moe"] * 2][:7],
+            "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 48,
+            "head_dim": 16, "time_step_min": 1e-30,
+        },
+    ),
 }
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")

@@ -87,13 +87,18 @@ def _vary(model: torch.nn.Module) -> None:
 
 def needed(family: str, num_layers: int) -> dict[str, Any]:
     """Keys without which the config.json of a family, with 4 heads, is refused (Granite's has Mamba and experts, that of LFM2
-    with experts names no kinds of layers), or is that of a model with large tables (Gemma 4's)."""
+    with experts names no kinds of layers), or is that of a model with large tables (Gemma 4's) or matrices (Nemotron's)."""
     if family == "glm4_moe_lite":
         return {"num_key_value_heads": 4}
     if family.startswith("gemma4"):
         return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
     if family == "lfm2_moe":
         return {"layer_types": ["full_attention"] * num_layers}
+    if family == "nemotron_h":
+        kinds = [["linear_attention", "full_attention", "mlp", "moe"][i % 4] for i in range(num_layers)]
+        sizes = {"mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "head_dim": 16}
+        experts = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
+        return {"layers_block_type": kinds, **sizes, **experts, "time_step_min": 1e-30}
     if family != "granitemoehybrid":
         return {}
     return {"layer_types": ["full_attention"] * num_layers, "num_local_experts": 0, "mamba_n_heads": 4}
@@ -165,30 +170,33 @@ _VISION: dict[str, Any] = {
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 8,
     },
     "gemma4_unified_vision": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 8},
+    "qwen3_vl_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_moe_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
 }
 _WRAPPED = {
     "gemma3": ("gemma3_text", "siglip_vision_model"), "mistral3": ("mistral", "pixtral"),
     "gemma4": ("gemma4_text", "gemma4_vision"), "gemma4_unified": ("gemma4_unified_text", "gemma4_unified_vision"),
+    "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"), "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
 }
 
 
 def make_wrapped(
-    folder: Path, kind: str, text: dict[str, Any], *, vocab: int = 320, seed: int = 0, scores: bool = False, **config: Any
+    folder: Path, kind: str, text: dict[str, Any], *, vocab: int = 320, seed: int = 0, scores: bool = False,
+    vision: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, **config: Any,
 ) -> Path:
-    """A random model of text and images in `folder`, of two layers of text; `text` overrides keys of its text_config. scores: it
-    scores labels in place of tokens."""
+    """A random model of text and images in `folder`, of two layers of text; `text` and `vision` override keys of its text_config
+    and vision_config. scores: it scores labels in place of tokens."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     of_text, of_images = _WRAPPED[kind]
-    images = {"model_type": of_images, "hidden_size": 32, "intermediate_size": 40, **_VISION[of_images]}
+    images = {"model_type": of_images, "hidden_size": 32, "intermediate_size": 40, **_VISION[of_images], **(vision or {})}
     inner = {**_SHAPE, "num_hidden_layers": 2, "model_type": of_text, "vocab_size": vocab, **text}
     settings = AutoConfig.for_model(kind, text_config=inner, vision_config=images, **config)
     torch.manual_seed(seed)
     auto: Any = AutoModelForSequenceClassification if scores else AutoModelForImageTextToText
-    model = auto.from_config(settings)
+    model = auto.from_config(settings).to(dtype)
     _vary(model)
     model.save_pretrained(folder)
     return folder

@@ -38,6 +38,7 @@ from tests.helpers.latents import latent_target
 from tests.helpers.moe_models import Strong, tiny_moe, tiny_spec
 from tests.helpers.recurrent import LoudNoise, mtp_of, recurrent_spec, recurrent_target
 from tests.helpers.short_convs import conv_target
+from tests.helpers.state_spaces import mamba_target
 from tests.model.test_fp8 import TOKEN, compressed
 from tests.model.test_lora_lossless import NUM_ADAPTERS, adapted_target
 
@@ -175,6 +176,9 @@ JOBS: dict[str, Job] = {
     ),
     "latent attention": Job(drafter="lookup", target=latent_target),
     "short convolutions": Job(drafter="lookup", target=conv_target),
+    "mamba2": Job(
+        drafter="lookup", target=mamba_target, rows=partial(rows, prefix=70), batch={"max_len": 120, "prefill_tokens": 64}
+    ),
     "adapters": Job(
         drafter="eagle3", target=adapted_target,
         rows=lambda: [replace(row, adapter=i % (NUM_ADAPTERS + 1)) for i, row in enumerate(both())],

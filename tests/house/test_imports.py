@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.supervise.watchdog",
     },
     "warm": {
+        "job.images",
         "cli",
         "cluster.devices",
         "config",
@@ -117,6 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tuning.table",
     },
     "job.prepare": {
+        "job.images",
         "config.draft_auto",
         "data.dataset",
         "distributed.group",
@@ -142,6 +144,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.supervise.watchdog",
     },
     "job.runner": {
+        "images.rule",
         "data.dataset",
         "distributed.group",
         "draft",
@@ -194,7 +197,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.supervise",
         "tuning",
     },
+    "images": {"checkpoint.config_values"},
+    "job.images": {"images", "data.dataset.columns", "checkpoint.files", "model"},
     "packing": {
+        "images",
         "tool_calls",
         "config.vllm_names",
         "data.dataset",
@@ -234,6 +240,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.prepare", "job.report", "job.runner.identity", "data.runstate", "data.storage",
     },
     "engine": {
+        "images",
         "draft",
         "model",
         "cache",
@@ -245,7 +252,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tuning.table",
     },
     "draft": {"model", "checkpoint", "cache", "batch", "distributed.collectives", "tuning", "kernels"},
-    "model": {"checkpoint", "cache", "batch", "distributed", "tuning", "kernels"},
+    "model": {"images", "checkpoint", "cache", "batch", "distributed", "tuning", "kernels"},
     "text": {"checkpoint", "data.dataset.messages", "tool_calls.probe"},
     "checkpoint": set(),
     "cache": {"batch", "tuning", "kernels"},

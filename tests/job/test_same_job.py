@@ -73,6 +73,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "model.load_format": ("dummy", "model.weights"),
     "model.chat_template": ("{folder}/other.jinja", "model.tokenizer"),
     "model.think_tokens": ("none", "model.think_tokens"),
+    "model.eye": (True, "model.eye"),
     "draft.synthetic": ([0.5], "draft.synthetic"),
     "cache.dtype": ("fp8", "cache.dtype"),
     "cache.scales": ("calibrate", "cache.scales"),
@@ -123,6 +124,8 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "output.messages": ("prompt", "output.messages"),
     "output.reasoning_in_messages": (True, "output.reasoning_in_messages"),
     "input.system": ("Be brief.", "input.system"),
+    "input.min_pixels": (64, "model.eye"),
+    "input.max_pixels": (640, "model.eye"),
     "input.drop": (["logprobs"], "input.drop"),
     "decode.score": ("prompts", "decode.score"),
     "model.tool_calls": ("hermes", "model.tool_calls"),
@@ -144,6 +147,9 @@ ELSEWHERE = {
     "input.prompt_name": "tests/tasks/test_embed.py",
     "model.activations": "tests/model/test_fp8.py",
     "model.adapters": "tests/model/test_lora_rows.py",
+    "model.eye": "tests/job/test_image_jobs.py",
+    "input.min_pixels": "tests/job/test_image_jobs.py",
+    "input.max_pixels": "tests/job/test_image_jobs.py",
     "model.tool_calls": "tests/tool_calls/test_tool_calls.py",
     "cache.state_dtype": "tests/cache/test_state_dtype.py",
     "input.template_date": "tests/text/test_harmony.py",
@@ -166,7 +172,7 @@ ONLY_WITH = {
 }
 """Keys that are refused, or have no effect, without another one."""
 NO_PART = re.compile(
-    r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.(max_error_fraction|num_workers|config_name|split)"
+    r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.(max_error_fraction|num_workers|config_name|split|image_root)"
     r"|output\.(dir|dedup|openai|overwrite|license|push_to_hub|push_private|push_overwrite)|device"
 )
 """Keys that say where a job lies and how it is run."""

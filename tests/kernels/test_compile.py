@@ -27,6 +27,7 @@ from tests.kernels.compile_cases import (
     gemm,
     kv_cache,
     lora,
+    mamba2,
     moe,
     norm_rope,
     rounds,
@@ -40,8 +41,8 @@ from tests.kernels.unpacking import assert_unpacks_to_the_bit
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, short_conv, train,
-    tree,
+    attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, mamba2, moe, norm_rope, rounds, sampling, short_conv,
+    train, tree,
 )
 CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
 SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}

@@ -8,7 +8,7 @@ import torch
 from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.experts_four_bit import StackedFourBit, dequantised, experts_four_bit_down, experts_four_bit_up
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
-from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.gate import SQUARED_RELU, SWIGLU, Gate
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import FEW_UNITS, ExpertTile, expert_tile
 from tests.kernels.covering import covering
@@ -18,7 +18,7 @@ from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
 TILE = ExpertTile(16, 32, 128, 2, 4)
 CASES = [
     (SPREADS[0], SWIGLU, TILE), (SPREADS[1], Gate(7.0), TILE._replace(tma=False)),
-    (SPREADS[2], SWIGLU, TILE._replace(block_n=64)),
+    (SPREADS[2], SWIGLU, TILE._replace(block_n=64)), (SPREADS[0], SQUARED_RELU, TILE._replace(block_n=64)),
 ]
 
 
@@ -29,10 +29,9 @@ def test_both_products(
     (spread, gate, tile), tokens, experts, top_k, hidden, width = case, 9, 5, 2, 160, 80
     routing = routing_of(tokens, experts, top_k, spread, 16, device)
     x = noise(tokens, hidden, dtype=torch.bfloat16, device=device)
-    bias = noise(experts, 2 * width, dtype=torch.bfloat16, device=device)
-    up, down = (
-        stacked_four_bit(experts, rows, k, group, device, zeros=zeros) for rows, k in ((2 * width, hidden), (hidden, width))
-    )
+    bias = noise(experts, gate.parts * width, dtype=torch.bfloat16, device=device)
+    shapes = (gate.parts * width, hidden), (hidden, width)
+    up, down = (stacked_four_bit(experts, rows, k, group, device, zeros=zeros) for rows, k in shapes)
     out = torch.full((tokens * top_k, width), torch.nan, device=device)
     rows = sort_rows(x, routing, interpret=interpret)
     experts_four_bit_up(rows, up, bias, routing, tile=tile, gate=gate, out=out, interpret=interpret)

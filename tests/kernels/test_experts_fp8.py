@@ -11,7 +11,7 @@ from torch import Tensor
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_down, experts_fp8_up, experts_fp8_up_reference
 from batchspec.kernels.moe.experts_fp8 import experts_fp8_up_quantised as up_quantised
-from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.gate import SQUARED_RELU, SWIGLU, Gate
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.tiles import ExpertTile
 from tests.kernels.moe_cases import SPREADS, assert_near, fp8_tolerance, noise, routing_of, sorted_pairs
@@ -96,7 +96,8 @@ def test_nan_is_not_lost(options: dict[str, Any], interpret: bool, device: torch
     ("scales_of", "spread", "gate", "tile"),
     [("block", SPREADS[0], SWIGLU, TILE), ("block", SPREADS[2], Gate(0.5), TILE._replace(tma=False)),
      ("row", SPREADS[1], SWIGLU, TILE), ("tensor", SPREADS[2], Gate(0.5), TILE),
-     ("row", SPREADS[0], Gate(0.5), TURNED), ("tensor", SPREADS[1], SWIGLU, TURNED)],
+     ("row", SPREADS[0], Gate(0.5), TURNED), ("tensor", SPREADS[1], SWIGLU, TURNED),
+     ("block", SPREADS[0], SQUARED_RELU, TILE), ("tensor", SPREADS[2], SQUARED_RELU, TURNED)],
 )
 def test_both_products(scales_of: str, spread: str, gate: Gate, tile: ExpertTile, interpret: bool, device: torch.device) -> None:
     tokens, experts, top_k = 9 if tile.block_t == 16 else 90, 5, 2
@@ -104,14 +105,14 @@ def test_both_products(scales_of: str, spread: str, gate: Gate, tile: ExpertTile
     ids = routing.expert_ids
     wide = noise(tokens, HIDDEN, dtype=torch.float32, device=device)
     x = quantise_rows(wide, routing, whole=scales_of != "block", interpret=interpret)
-    up = weight_of(experts, 2 * WIDTH, HIDDEN, scales_of, True, device)
-    bias = noise(experts, 2 * WIDTH, dtype=torch.bfloat16, device=device) if gate.limit else None
+    up = weight_of(experts, gate.parts * WIDTH, HIDDEN, scales_of, not gate.squared, device)
+    bias = noise(experts, gate.parts * WIDTH, dtype=torch.bfloat16, device=device) if gate != SWIGLU else None
     found = experts_fp8_up(x, up, bias, routing, tile=tile, gate=gate, dtype=torch.float32, interpret=interpret)
     assert_near(found, experts_fp8_up_reference(x, up, bias, routing, gate=gate), tolerance=fp8_tolerance(device))
     rows = _wide(quantise_rows_reference(wide, whole=scales_of != "block"))
-    both = torch.einsum("tsnk,tk->tsn", dequantised(up, True)[ids.long()], rows).flatten(0, 1)
+    both = torch.einsum("tsnk,tk->tsn", dequantised(up, not gate.squared)[ids.long()], rows).flatten(0, 1)
     both = sorted_pairs(both if bias is None else both + bias[ids.flatten().long()].double(), routing)
-    assert_near(found, gate(*both.chunk(2, -1)), tolerance=fp8_tolerance(device))
+    assert_near(found, both.clamp(min=0) ** 2 if gate.squared else gate(*both.chunk(2, -1)), tolerance=fp8_tolerance(device))
 
     h = quantise_rows_reference(found, whole=scales_of != "block")
     down = weight_of(experts, HIDDEN, WIDTH, scales_of, False, device)

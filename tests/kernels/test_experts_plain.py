@@ -13,7 +13,7 @@ from batchspec.kernels.moe.experts_plain import (
     experts_plain_up,
     experts_plain_up_reference,
 )
-from batchspec.kernels.moe.gate import GEGLU, SWIGLU, Gate
+from batchspec.kernels.moe.gate import GEGLU, SQUARED_RELU, SWIGLU, Gate
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import MXFP4_PAIRS, ExpertTile, candidates, expert_tile, fits, unit_pairs_of
 from batchspec.kernels.moe.units import max_units
@@ -35,14 +35,16 @@ CLAMPED = Gate(limit=0.5)
         (SWIGLU, SPREADS[2], ExpertTile(32, 32, 16, 2, 4, True, 2), torch.float32),
         (CLAMPED, SPREADS[2], SMALL, torch.bfloat16),
         (GEGLU, SPREADS[1], SMALL, torch.float32),
+        (SQUARED_RELU, SPREADS[0], SMALL._replace(tma=False), torch.float32),
+        (SQUARED_RELU, SPREADS[2], SMALL, torch.bfloat16),
     ],
 )
 def test_up(gate: Gate, spread: str, tile: ExpertTile, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
     tokens, experts, top_k, hidden, width = 21, 6, 3, 40, 24  # K in blocks of 32 with a tail
     routing = routing_of(tokens, experts, top_k, spread, tile.block_t, device)
     x = noise(tokens, 2 * hidden, dtype=dtype, device=device)[:, hidden:]
-    weight = noise(experts, 2 * width, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
-    bias = noise(experts, 2 * width, dtype=dtype, device=device) if gate is CLAMPED else None
+    weight = noise(experts, gate.parts * width, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
+    bias = noise(experts, gate.parts * width, dtype=dtype, device=device) if gate in (CLAMPED, SQUARED_RELU) else None
     out = torch.full((tokens * top_k, width), torch.nan, dtype=dtype, device=device)
     rows = sort_rows(x, routing, interpret=interpret)
     assert experts_plain_up(rows, weight, bias, routing, tile=tile, gate=gate, out=out, interpret=interpret) is out
@@ -50,7 +52,8 @@ def test_up(gate: Gate, spread: str, tile: ExpertTile, dtype: torch.dtype, inter
         pair = int(routing.pairs[place])
         expert = int(routing.expert_ids.flatten()[pair])
         both = x[pair // top_k].double() @ weight[expert].double().T + (0 if bias is None else bias[expert].double())
-        assert_near(out[place], gate(both[:width], both[width:]), tolerance=TOLERANCE[dtype])
+        wanted = both.clamp(min=0) ** 2 if gate is SQUARED_RELU else gate(both[:width], both[width:])
+        assert_near(out[place], wanted, tolerance=TOLERANCE[dtype])
     assert_near(out, experts_plain_up_reference(rows, weight, bias, routing, gate=gate), tolerance=TOLERANCE[dtype])
 
 
@@ -106,6 +109,8 @@ def test_a_damaged_weight_is_not_clamped_to_a_number(interpret: bool, device: to
     nan = experts_plain_up_reference(rows, weight, None, routing, gate=CLAMPED).isnan()
     assert nan.any(0).nonzero().flatten().tolist() == [1, 2]
     assert torch.equal(out.isnan(), nan)
+    out = experts_plain_up(rows, weight, None, routing, tile=SMALL, gate=SQUARED_RELU, interpret=interpret)
+    assert out.isnan().any(0).nonzero().flatten().tolist() == [1, width + 2]
 
 
 def test_no_tokens_is_no_work(interpret: bool, device: torch.device) -> None:

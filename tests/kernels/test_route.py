@@ -85,7 +85,9 @@ def test_weights_are_multiplied_by_the_factors_of_their_experts_in_the_end(
 
 
 @pytest.mark.parametrize("tokens", [13, 140])
-@pytest.mark.parametrize(("experts", "groups", "top_k"), [(12, (4, 2), 5), (20, (2, 1), 3), (15, (5, 5), 4), (40, (8, 3), 8)])
+@pytest.mark.parametrize(
+    ("experts", "groups", "top_k"), [(12, (4, 2), 5), (20, (2, 1), 3), (15, (5, 5), 4), (40, (8, 3), 8), (510, (2, 2), 22)]
+)
 @pytest.mark.parametrize("biased", [True, False])
 def test_experts_of_the_best_groups(
     biased: bool, experts: int, groups: tuple[int, int], top_k: int, tokens: int, interpret: bool, device: torch.device

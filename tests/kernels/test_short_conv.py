@@ -127,6 +127,25 @@ def test_rounds_have_the_bits_of_one_pass_whatever_was_accepted(
         begin += length + 1
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_gates_the_inputs_are_convolved_and_go_through_silu(
+    bias: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    """In two passes, of which the second reads the ring; the first has more tokens than one program."""
+    layer, ring, length = layer_of(device, dtype, taps=4, bias=bias), garbage(2, device, dtype), TOKENS + 7
+    u = torch.randn(length, CHANNELS, device=device).to(dtype)
+    wider, parts = F.pad(u, (2, 5), value=NAN)[:, 2:-5], list[Tensor]()
+    for begin, end in ((0, TOKENS + 3), (TOKENS + 3, length)):
+        rows = rows_of([Row(1, begin, end - begin)], device)
+        parts.append(short_conv(wider[begin:end], layer.weight, layer.bias, ring, rows, gated=False, interpret=interpret))
+    y = F.conv1d(F.pad(u.double().mT[None], (3, 0)), layer.weight.double()[:, None], groups=CHANNELS)[0].mT
+    wanted = F.silu(y if layer.bias is None else y + layer.bias.double())
+    torch.testing.assert_close(torch.cat(parts).double(), wanted, rtol=TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+    newest = torch.arange(length - RING, length, device=device)
+    assert torch.equal(ring[1, newest % RING], u[newest])
+
+
 def test_dead_rows_and_padding_write_nothing(interpret: bool, device: torch.device) -> None:
     layer, ring = layer_of(device), garbage(4, device)
     rows = [Row(0, 6, 2, live=False), Row(1, 0, 0), Row(2, 0, 2), Row(3, 5, 1, live=False)]

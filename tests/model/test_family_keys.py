@@ -86,7 +86,8 @@ OWN: dict[str, dict[str, Any]] = {
     "granite": FACTORS,
     "granitemoehybrid": {
         **FACTORS, "num_local_experts": 0, "shared_intermediate_size": 28, "position_embedding_type": "rope",
-        "layer_types": ["attention"] * 3,
+        "layer_types": ["attention", "linear_attention", "mamba"], "mamba_n_heads": 2, "mamba_n_groups": 2, "mamba_d_state": 14,
+        "mamba_d_conv": 3, "mamba_expand": 1, "mamba_conv_bias": False, "mamba_proj_bias": True,
     },
     "ministral3": {
         "rope_parameters": {
@@ -104,6 +105,14 @@ OWN: dict[str, dict[str, Any]] = {
         **CONV, "block_ff_dim": 50, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3, "block_auto_adjust_ff_dim": True,
     },
     "qwen3_5_moe_text": {**RECURRENT, **SHARED},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "num_hidden_layers": 4, "rms_norm_eps": None,
+        "layer_norm_epsilon": 1e-3, "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 3, "ssm_state_size": 14,
+        "conv_kernel": 3, "use_bias": True, "use_conv_bias": False, "n_routed_experts": 24, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "n_shared_experts": 1, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False, "mlp_bias": True, "time_step_min": 1e-30,
+        "partial_rotary_factor": 1.0,
+    },
 }
 VALUES: list[dict[str, Any]] = [
     {"attention_bias": True},
@@ -121,7 +130,7 @@ VALUES: list[dict[str, Any]] = [
 REFUSED: dict[str, set[str]] = {
     "layer_types": {
         "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "glm4_moe_lite", "mixtral", "phi3", "seed_oss",
-        "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", *RECURRENT_FAMILIES,
+        "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -130,19 +139,28 @@ REFUSED: dict[str, set[str]] = {
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {
         "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "glm4_moe_lite",
-        "granitemoehybrid", "lfm2_moe",
+        "granitemoehybrid", "lfm2_moe", "nemotron_h",
     },
-    "no n_group": {"glm4_moe", "glm4_moe_lite"},
+    "no n_group": {"glm4_moe", "glm4_moe_lite", "nemotron_h"},
+    "no mamba_n_heads": {"granitemoehybrid"},
+    "no mamba_num_heads": {"nemotron_h"},
+    "no n_groups": {"nemotron_h"},
+    "no layers_block_type": {"nemotron_h"},
+    "attention_bias": {"nemotron_h"},
+    "tie_word_embeddings": {"nemotron_h"},
     "num_key_value_heads": {"glm4_moe_lite"},
     "no qk_rope_head_dim": {"glm4_moe_lite"},
     "no mlp_layer_types": {"glm4_moe_lite"},
     "no layer_types": {"granitemoehybrid", "lfm2_moe"},
-    "no num_local_experts": {"granitemoehybrid"},
     "no head_dim": {"phi3"},
 }
 """The families that refuse a config, by its title in `changed`."""
-FAIL = {("exaone4", "sliding_window"), *(("ministral3", title) for title in ("rope_scaling", "rope_parameters", "yarn"))}
-"""What transformers fails to read: no window and no layer_types; queries that grow by a null."""
+FAIL = {
+    ("exaone4", "sliding_window"), *(("ministral3", title) for title in ("rope_scaling", "rope_parameters", "yarn")),
+    ("nemotron_h", "no time_step_min"),
+}
+"""What transformers fails to read: no window and no layer_types; queries that grow by a null. And dt, which it clamps in prompts
+alone (`kernels/mamba2/layout.py`)."""
 
 
 def logits_of_both(config: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,8 +235,9 @@ def test_norms_in_bf16_are_rounded_as_those_of_transformers(family: str) -> None
     theirs: Any = own(90, eps=1e-6).bfloat16()
     torch.nn.init.normal_(theirs.weight)
     spec = read_spec({"model_type": family, **SHAPE, **USUAL, **OWN[family], "hidden_size": 90}, "config.json")
-    of_value_heads = "linear_attn.norm.weight"  # a class of its own: tests/kernels/test_gated_delta_layer.py
-    norms = [tensor for tensor in spec.tensors() if tensor.role == "norm" and not tensor.name.endswith(of_value_heads)]
+    # Classes of their own: tests/kernels/test_gated_delta_layer.py, test_gated_group_norm.py.
+    inside = ("linear_attn.norm.weight", "mixer.norm.weight", "mamba.norm.weight")
+    norms = [tensor for tensor in spec.tensors() if tensor.role == "norm" and not tensor.name.endswith(inside)]
     assert {(norm.wide, norm.offset) for norm in norms} == {(norms[0].wide, norms[0].offset)}
     x, weight = torch.randn(200, 90).bfloat16(), as_computed(norms[0], theirs.weight.detach(), torch.bfloat16)
     assert (rms_norm(x, weight, 1e-6) != theirs(x)).float().mean() < 0.001  # a sum of squares in another order

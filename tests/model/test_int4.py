@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.four_bit import ROWS, dequantise, is_readable
+from batchspec.kernels.common.four_bit import ROWS, SIZE, dequantise, is_readable
 from batchspec.kernels.common.int4 import arrange, bf16_scales, pack, unpack
 from batchspec.model.layers.base import GroupedSpec, Projection
 from batchspec.model.layers.forward import Product
@@ -279,3 +279,14 @@ def test_dummy_weights_have_the_usual_size_and_valid_groups(layout: Layout) -> N
     assert (found.columns is not None) == layout.act_order
     assert found.kernel_group == 32
     assert 0.01 < float(dequantise(found, torch.float32).std()) < 0.04
+
+
+@pytest.mark.parametrize("layout", [of_gptq(32, sym=False), of_awq(32), of_compressed_tensors(32, symmetric=False)])
+def test_dummy_zero_points_are_those_of_weights_with_a_mean_of_0(layout: Layout) -> None:
+    spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, head_dim=16, quantization_config=layout.config)
+    weights = DummyWeights(spec, dtype=torch.bfloat16, device=CPU)
+    weight = format_of(layout).weight(weights, "model.layers.0.mlp.down_proj")
+    assert weight.shifts is not None
+    filled = weight.scales != 0  # groups past K are padded
+    zeros = (-SIZE * weight.shifts[filled].float() / weight.scales[filled].float()).round().unique()
+    assert zeros.tolist() in ([7.0, 8.0], [8.0, 9.0])

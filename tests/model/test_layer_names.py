@@ -7,7 +7,7 @@ import re
 from tests.house.test_imports import module_of, sources
 
 NAMES = re.compile(
-    r"AttentionSpec|GatedDeltaSpec|ShortConvSpec|LatentSpec|[Ss]hort_?conv|is_recurrent|recurren|\bwindows\b|kv_heads|head_dim|inner_size|kv_size|\battentions|\bkv_of\b"
+    r"AttentionSpec|GatedDeltaSpec|ShortConvSpec|Mamba2Spec|LatentSpec|[Ss]hort_?conv|is_recurrent|recurren|\bwindows\b|kv_heads|head_dim|inner_size|kv_size|\battentions|\bkv_of\b"
 )
 THEIR_OWN = ("kernels", "conf", "model.layers", "model.families", "draft", "heads", "bench")
 """Packages of kinds of layers, of families made of them, and of draft heads."""

@@ -55,6 +55,7 @@ from tests.helpers.padded_prefill import padded_passes
 from tests.helpers.recurrent import FAULTS, PREFIX_FAULTS, recurrent_target
 from tests.helpers.row_lengths import LENGTHS
 from tests.helpers.short_convs import CONV_FAULTS, conv_target
+from tests.helpers.state_spaces import MAMBA_FAULTS, mamba_target
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
@@ -81,9 +82,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "gated delta": Kind(recurrent_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS),
-    "latent": Kind(lambda window: latent_target(), LATENT_FAULTS, (5, 16, 300)),
+    "mamba2": Kind(mamba_target, MAMBA_FAULTS), "latent": Kind(lambda window: latent_target(), LATENT_FAULTS, (5, 16, 300)),
 }
-WITH_ROW_TENSORS = ("gated delta", "short convolution")
+WITH_ROW_TENSORS = ("gated delta", "short convolution", "mamba2")
 DRAFTERS = [(kind, name) for kind, own in KINDS.items() for name in own.drafters]
 
 

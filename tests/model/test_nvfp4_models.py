@@ -19,6 +19,7 @@ from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import judge_model
+from tests.helpers.models import needed
 from tests.helpers.moe_models import tiny_spec
 from tests.helpers.nvfp4_layouts import MODELOPT, Packer, all_but_one, make, nvfp4, of_compressed_tensors
 from tests.model.test_int4_models import (
@@ -76,6 +77,8 @@ def test_experts_too(name: str, tmp_path: Path) -> None:
         ("glm4", {"head_dim": 48}),
         ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], "head_dim": 48, "linear_num_value_heads": 8,
                           "linear_num_key_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+        ("nemotron_h", {**needed("nemotron_h", 4), "mamba_head_dim": 16, "ssm_state_size": 16, "n_routed_experts": 3,
+                        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32}),
     ],
 )
 @pytest.mark.parametrize("name", BOTH)

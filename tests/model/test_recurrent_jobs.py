@@ -39,8 +39,9 @@ from tests.warm.test_conversations import as_many_as_the_row_says, chats
 pytestmark = pytest.mark.second
 
 ROWS, CAP, THINK = 12, 24, 5
-HYBRIDS, CONVS = ("qwen3_5", "qwen3_next"), ("lfm2_moe",)
-MODELS = (*HYBRIDS, *CONVS)
+HYBRIDS, CONVS, MAMBA = ("qwen3_5", "qwen3_next"), ("lfm2_moe",), ("nemotron_h",)
+STATES = (*HYBRIDS, *MAMBA)
+MODELS = (*STATES, *CONVS)
 Keys = dict[str, Any]
 
 
@@ -178,6 +179,13 @@ DRAFTS: dict[str, tuple[str, Keys]] = {
         },
     ),
     "mtp, deterministic": ("qwen3_5", {**MTP, "decode.deterministic": True}),
+    "lookup, deterministic": (
+        "nemotron_h",
+        {"draft": "lookup", "draft.num_speculative_tokens": 5, "decode.deterministic": True, "packing.max_num_seqs": 3},
+    ),
+    "parallel, few pages": (
+        "nemotron_h", {"draft": "parallel", "draft.num_speculative_tokens": 3, "packing.max_num_batched_tokens": 64, **FEW_PAGES}
+    ),
 }
 """Name -> the model and the keys of a job."""
 
@@ -208,7 +216,9 @@ def test_tokens_of_an_e4m3_cache_do_not_depend_on_drafting_or_packing(model: Mod
     assert differences(written(model, outs[1]), written(model, outs[0]), bits=False) == []
 
 
-@pytest.mark.parametrize(("model", "name"), [("lfm2_moe", "eagle3"), ("qwen3_5", "mtp, four drafts")], indirect=["model"])
+@pytest.mark.parametrize(
+    ("model", "name"), [("lfm2_moe", "eagle3"), ("nemotron_h", "eagle3"), ("qwen3_5", "mtp, four drafts")], indirect=["model"]
+)
 def test_a_killed_job_is_finished_by_the_same_command(
     name: str, model: Model, job: Path, plain: Rows, tmp_path: Path
 ) -> None:
@@ -318,9 +328,9 @@ _RECURRENT, _CONV = "has recurrent layers", "has short convolutions"
 @pytest.mark.parametrize(
     ("models", "drafter", "said"),
     [
-        (HYBRIDS, "window", f"draft=window: {{family}} {_RECURRENT}, which keep one state of a row: only chains can be"),
-        (HYBRIDS, "tree", f"draft=tree: {{family}} {_RECURRENT}, which keep one state of a row: only chains can be"),
-        (HYBRIDS, "pard", f"{{family}} {_RECURRENT}; PARD drafts with attention alone"),
+        (STATES, "window", f"draft=window: {{family}} {_RECURRENT}, which keep one state of a row: only chains can be"),
+        (STATES, "tree", f"draft=tree: {{family}} {_RECURRENT}, which keep one state of a row: only chains can be"),
+        (STATES, "pard", f"{{family}} {_RECURRENT}; PARD drafts with attention alone"),
         (CONVS, "tree", f"draft=tree: {{family}} {_CONV}, which read the tokens before in one order: only chains can be"),
         (CONVS, "pard", f"{{family}} {_CONV}, whose inputs a drafter does not keep; PARD drafts with attention alone"),
     ],

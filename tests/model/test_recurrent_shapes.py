@@ -1,4 +1,4 @@
-"""The shapes of Qwen3.5 and Qwen3-Next that bench, doctor and plan know by name, and their dummy weights."""
+"""The shapes of models with recurrent layers that bench, doctor and plan know by name, and their dummy weights."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
         ("qwen3.5-35b-a3b", 69.3, 2.9e9, 62.9, 20_480),
         ("qwen3.5-35b-a3b-fp8", 35.7, 2.9e9, 62.9, 20_480),
         ("qwen3-next-80b-a3b", 159.3, 3.6e9, 75.5, 24_576),
+        ("nemotron-nano-9b", 17.8, 8.3e9, 141.6, 16_384),
+        ("nemotron3-nano-30b-a3b", 63.2, 3.2e9, 48.2, 6_144),
+        ("nemotron3-nano-30b-a3b-fp8", 32.7, 3.2e9, 48.2, 6_144),
+        ("nemotron3-super-120b-a12b", 241.3, 12.2e9, 167.8, 8_192),
+        ("nemotron3-super-120b-a12b-nvfp4", 73.4, 12.2e9, 167.8, 8_192),
+        ("granite4-h-tiny", 13.9, 1.5e9, 56.6, 8_192),
     ],
 )
 def test_sizes_are_the_published_ones(
@@ -66,9 +72,10 @@ def test_gates_stay_plain_in_fp8() -> None:
     assert plain == {"linear_attn.in_proj_b", "linear_attn.in_proj_a"}
 
 
-def test_dummy_states_forget_slowly() -> None:
-    weights = DummyWeights(shape_spec("qwen3.5-0.8b"), dtype=torch.float32, device=CPU)
-    dt_bias, a_log = (weights.tensor(f"model.layers.0.linear_attn.{name}") for name in ("dt_bias", "A_log"))
+@pytest.mark.parametrize(("name", "mixer"), [("qwen3.5-0.8b", "linear_attn"), ("nemotron-nano-9b", "mixer")])
+def test_dummy_states_forget_slowly(name: str, mixer: str) -> None:
+    weights = DummyWeights(shape_spec(name), dtype=torch.float32, device=CPU)
+    dt_bias, a_log = (weights.tensor(f"model.layers.0.{mixer}.{own}") for own in ("dt_bias", "A_log"))
     assert DT_BIASES[0] <= float(dt_bias.min()) < float(dt_bias.max()) <= DT_BIASES[1]
     assert A_LOGS[0] <= float(a_log.min()) < float(a_log.max()) <= A_LOGS[1]
     left = (-a_log.exp() * torch.nn.functional.softplus(dt_bias)).exp()

@@ -125,7 +125,7 @@ def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
         held = reserve_bytes(
             small_spec(), dtype=torch.float32, slots=8, num_buckets=1, num_verified=3, prefill_tokens=8, max_len=max_len
         )
-        no_tensors = ("page_tables", "automata", "options", "vocab_size", "max_kv")
+        no_tensors = ("page_tables", "automata", "images", "options", "vocab_size", "max_kv")
         tensors = [getattr(rows, field.name) for field in fields(rows) if field.name not in no_tensors]
         tensors += rows.options.values()
         sizes.append((sum(tensor.nbytes for tensor in (*tensors, *rows.page_tables)), held))

@@ -86,7 +86,7 @@ def _prompt_turns(
     return [
         _turns(
             prompt, system if isinstance(system, str) else None, final or input.final_assistant, names,
-            text.get(USUAL_SYSTEM, usual),
+            text.get(USUAL_SYSTEM, usual), images=columns.has_images,
         )
         for prompt, system, final, text in zip(prompts, systems, finals, made, strict=True)
     ]
@@ -117,11 +117,14 @@ def _values(table: pa.Table, name: str, *, optional: bool = False) -> list[Any]:
     return values
 
 
-def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str], usual: str | None) -> list[Turn] | None:
+def _turns(
+    prompt: Any, system: str | None, final: str, names: Sequence[str], usual: str | None, *, images: bool
+) -> list[Turn] | None:
     try:
+        given: list[Any] | None = [] if images else None
         messages = messages_of(prompt)
         keep = "drop" if final == "drop" else "continue"  # a row that is refused keeps all its turns
-        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep, usual)]
+        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep, usual, given)]
     except BadChat:
         return None
 

@@ -11,8 +11,8 @@ TURNS = (("role", "content"), ("from", "value"))
 """Fields of a message, OpenAI's and ShareGPT's."""
 
 
-def is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
+def is_text(kind: pa.DataType | None) -> bool:
+    if kind is not None and pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
@@ -64,6 +64,21 @@ def _is_tools(kind: pa.DataType) -> bool:
     return _is_object(kind) or (is_list(kind) and _is_object(kind.value_type))
 
 
+def _is_image(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
+        return _is_bytes(fields.get("bytes")) or is_text(fields.get("path"))
+    return _is_bytes(kind) or is_text(kind)
+
+
+def _is_bytes(kind: pa.DataType | None) -> bool:
+    return kind in (pa.binary(), pa.large_binary(), pa.binary_view())
+
+
+def _is_images(kind: pa.DataType) -> bool:
+    return _is_image(kind.value_type if is_list(kind) else kind)
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnType:
     """What the cells of a column may be."""
@@ -88,6 +103,10 @@ COLUMN_TYPES = {
         ("list", "text"), pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
     ),
     "token_ids": ColumnType("list of integers", _is_token_ids, ("list",), pa.list_(pa.int32())),
+    "images": ColumnType(
+        "bytes, struct<bytes, path>, a path, a data URL, or a list of these", _is_images, ("text", "list", "object"),
+        pa.list_(pa.string()),
+    ),
     "integer": ColumnType("integer", _is_number, ("number",), pa.int64()),
     "number": ColumnType("float or integer", _is_number, ("number",), pa.float64()),
     "boolean": ColumnType("boolean", pa.types.is_boolean, ("bool",), pa.bool_()),

@@ -16,6 +16,8 @@ from batchspec.errors import ConfigError, InputError
 from batchspec.tasks.base import PromptTexts
 from batchspec.tasks.registry import TASKS
 
+IMAGES = "images"
+"""Name of the column of images, which is read only if input.columns names it: text models run on data that has one."""
 PROMPTS = ("messages", "prompt", "prompt_ids")
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
@@ -31,7 +33,8 @@ def _type_of(column: Column) -> ColumnType:
 
 TYPES: dict[str, ColumnType] = {
     "id": COLUMN_TYPES["id"], "messages": COLUMN_TYPES["messages"], "prompt": COLUMN_TYPES["text"],
-    "prompt_ids": COLUMN_TYPES["token_ids"], **{name: _type_of(option.column) for name, option in ROW_OPTIONS.items()},
+    "prompt_ids": COLUMN_TYPES["token_ids"], IMAGES: COLUMN_TYPES["images"],
+    **{name: _type_of(option.column) for name, option in ROW_OPTIONS.items()},
 }
 """batchspec's names of columns, and what their cells may be."""
 
@@ -50,6 +53,9 @@ class ColumnMap:
     def get(self, name: str) -> str | None:
         """The dataset's column for one of batchspec's names; None if it is not mapped."""
         return self.names.get(name)
+
+    has_images: bool = False
+    """Whether prompts may have images, in a column or in their chats."""
 
     @property
     def read(self) -> list[str]:
@@ -133,7 +139,7 @@ def _all_texts(names: Mapping[str, str], schema: pa.Schema, texts: PromptTexts) 
 
 def must_be_mapped(name: str) -> bool:
     """Whether a column of this name is read only if input.columns names it."""
-    return name in ROW_OPTIONS and ROW_OPTIONS[name].column.must_be_mapped
+    return name == IMAGES or (name in ROW_OPTIONS and ROW_OPTIONS[name].column.must_be_mapped)
 
 
 def _fits(field: pa.Field, own: ColumnType, name: str) -> bool:

@@ -40,19 +40,35 @@ _ROLES = {
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
+IMAGE_MARK = "<image>"
+"""An image in a text: where one of the row's column goes, and in place of an image in the output."""
+IMAGE_PART = {"type": "image"}
+_OF_IMAGES = ("image", "image_url")
+"""Types of parts that are images: of OpenAI's requests and of Qwen's chats."""
+
+
+class FromColumn:
+    """In place of an image that a part does not give: the next one of the row's column."""
+
+
 class BadChat(OneLine, ValueError):
     """What is wrong with a chat, in one line."""
 
 
-def read_chat(prompt: Any, system: str | None = None, final: str = "error", usual_system: str | None = None) -> list[Message]:
+def read_chat(
+    prompt: Any, system: str | None = None, final: str = "error", usual_system: str | None = None,
+    images: list[Any] | None = None,
+) -> list[Message]:
     """The turns of a prompt: text, messages, or JSON text of messages. Raises BadChat.
 
     system  the row's own: replaces the system turn at the beginning, or goes before the first turn
     usual_system  the job's: goes before the first turn of a chat that begins neither with a system turn nor with a developer's
     final   error: refuse a chat that ends with the assistant's turn; drop: leave that turn out; continue, or COMPLETE:
             keep it
+    images  what the parts of images give is appended, in their order: bytes, text, a struct, or `FromColumn`; each part is then
+            IMAGE_PART. None: a part that is no text is refused
     """
-    turns = [_turn(place, message) for place, message in enumerate(prompt)]
+    turns = [_turn(place, message, images) for place, message in enumerate(prompt)]
     begins = turns[0]["role"] if turns else ""
     if system is not None:
         turns = [{"role": "system", "content": system}, *(turns[1:] if begins == "system" else turns)]
@@ -107,7 +123,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _turn(place: int, message: Any) -> Message:
+def _turn(place: int, message: Any, images: list[Any] | None = None) -> Message:
     if not isinstance(message, dict):
         raise BadChat(f"message {place} is {called(message)}, not an object with role and content; correct it or drop the row")
     if "role" not in message and "from" in message:
@@ -124,7 +140,7 @@ def _turn(place: int, message: Any) -> Message:
     if content is None and not (calls or any(field in turn for field in THOUGHT_FIELDS)):
         raise BadChat(f"message {place} has content None, which must be text; correct it or drop the row")
     if content is not None:
-        turn["content"] = _content(place, content)
+        turn["content"] = _content(place, content, images if role in ("user", "tool") else None)
     elif not calls or "content" in message:
         turn["content"] = None if calls else ""
     return turn
@@ -138,8 +154,9 @@ def _from_sharegpt(place: int, message: Mapping[str, Any]) -> Message:
     return {"role": role, "content": message.get("value")}
 
 
-def _content(place: int, content: Any) -> str | list[dict[str, str]]:
-    """Text as it is; OpenAI's list of text parts as one without other fields, or as text if it has at most one part."""
+def _content(place: int, content: Any, images: list[Any] | None) -> str | list[dict[str, str]]:
+    """Text as it is; OpenAI's list of text parts as one without other fields, or as text if it has at most one part. images: as
+    in `read_chat`."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -147,10 +164,25 @@ def _content(place: int, content: Any) -> str | list[dict[str, str]]:
         if all(isinstance(text, str) for text in texts):
             parts = [{"type": "text", "text": str(text)} for text in texts]
             return parts if len(parts) > 1 else "".join(map(str, texts))
+        if images is not None and all(text is not None or _is_image(part) for part, text in zip(content, texts, strict=True)):
+            images += [_given(part) for part, text in zip(content, texts, strict=True) if text is None]
+            return [{"type": "text", "text": str(text)} if isinstance(text, str) else dict(IMAGE_PART) for text in texts]
         other = next(part for part, text in zip(content, texts, strict=True) if not isinstance(text, str))
         kind = other.get("type") if isinstance(other, dict) else called(other)
         raise BadChat(f"message {place} holds a part of type {str(kind)[:40]!r}, and batchspec takes text alone; drop the row")
     raise BadChat(f"message {place} has content that is {called(content)}, which must be text; correct it or drop the row")
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _OF_IMAGES
+
+
+def _given(part: Mapping[str, Any]) -> Any:
+    """What a part of an image gives."""
+    found = part.get(part["type"])
+    if part["type"] == "image_url":
+        return found.get("url") if isinstance(found, dict) else found
+    return FromColumn() if found is None else found
 
 
 def _tool_calls(place: int, calls: Any) -> list[Any]:
@@ -165,9 +197,11 @@ def _tool_calls(place: int, calls: Any) -> list[Any]:
 
 
 def text_of(content: str | Sequence[Mapping[str, str]] | None) -> str | None:
-    """The text of a message; None if it has tool calls alone. A line break joins parts, as in vLLM (chat_utils.py,
-    _parse_chat_message_content_parts)."""
-    return content if content is None or isinstance(content, str) else "\n".join(part["text"] for part in content)
+    """The text of a message, with a mark for each image; None if it has tool calls alone. A line break joins parts, as in vLLM
+    (chat_utils.py, _parse_chat_message_content_parts)."""
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", IMAGE_MARK) for part in content)
 
 
 def kept_turn(turn: Mapping[str, Any], fields: Sequence[str]) -> Message:

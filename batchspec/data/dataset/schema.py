@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.config.schema import OutputConfig
-from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.data.dataset.messages import THINKING_FIELD, TOOL_FIELDS, may_call_tools
 from batchspec.data.dataset.plain_types import plain_type
 from batchspec.errors import ConfigError, InputError
@@ -30,6 +30,8 @@ EMBEDDING = pa.list_(pa.float32(), 1)
 SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
 CHOICE_PROBS = pa.list_(pa.struct([("choice", pa.large_string()), ("prob", pa.float64()), ("logprob", pa.float64())]))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
+IMAGE_USAGE = pa.struct([*USAGE, ("image_tokens", pa.int32())])
+"""Of jobs whose prompts may have images: how many of the prompt's tokens are places of these."""
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
 SPEC_DECODE = pa.struct(
     [
@@ -72,12 +74,12 @@ def output_schema(
     channels  the model's outputs have channels (harmony), so that messages may have a field for the thought
     task      what the job does to each row
     An input column `messages`, `prompt_ids` or `seed` that is mapped, or `request_id` that is the id, is not copied, because the
-    output's column of that name has its values.
+    output's column of that name has its values. Neither is the column of images, unless output.passthrough names it.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column,
     and InputError for a column that cannot be copied.
     """
     messages = messages_type(input_schema, columns, output, calls=calls, channels=channels)
-    own = _own_fields(output, messages, calls=calls, task=task)
+    own = _own_fields(output, messages, calls=calls, task=task, images=columns.has_images)
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
     return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
@@ -85,7 +87,8 @@ def output_schema(
 def columns_read(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> list[str]:
     """The input's columns that the rows of a job are made of. `output_schema` has checked output.passthrough."""
     wish = output.passthrough
-    copied = input_schema.names if wish == "all" else () if wish == "none" else wish
+    everything = [name for name in input_schema.names if name != columns.get(IMAGES)]
+    copied = everything if wish == "all" else () if wish == "none" else wish
     return [*columns.read, *copied]
 
 
@@ -99,18 +102,21 @@ def messages_type(
     return TOOL_MESSAGES if in_prompt or calls else MESSAGES
 
 
-def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, task: Task) -> list[pa.Field]:
+def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, task: Task, images: bool) -> list[pa.Field]:
     optional = {
         "messages": output.messages != "none",
         "prompt_ids": output.prompt_ids,
         "token_ids": output.token_ids,
         "tool_calls": calls,
+        "image_digest": images,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
     }
     optional |= {name: name in task.writes(output) for one in TASKS.values() for name in one.columns}
     top = TOP_TOKENS if output.logprob_tokens else TOP_LOGPROBS
-    return [field for field in _every_field(messages, top, _embedding(output, task.dim)) if optional.get(field.name, True)]
+    usage = IMAGE_USAGE if images else USAGE
+    every = _every_field(messages, top, _embedding(output, task.dim), usage)
+    return [field for field in every if optional.get(field.name, True)]
 
 
 def _embedding(output: OutputConfig, dim: int) -> pa.DataType:
@@ -118,7 +124,9 @@ def _embedding(output: OutputConfig, dim: int) -> pa.DataType:
     return pa.list_(pa.float16() if output.embedding_dtype == "float16" else pa.float32(), dim or 1)
 
 
-def _every_field(messages: pa.DataType, top: pa.DataType, embedding: pa.DataType = EMBEDDING) -> list[pa.Field]:
+def _every_field(
+    messages: pa.DataType, top: pa.DataType, embedding: pa.DataType = EMBEDDING, usage: pa.DataType = USAGE
+) -> list[pa.Field]:
     """The columns that a job may write itself, in their order."""
     ids = pa.list_(pa.int32())
     return [
@@ -144,8 +152,9 @@ def _every_field(messages: pa.DataType, top: pa.DataType, embedding: pa.DataType
         pa.field("scores", SCORES),
         pa.field("score", pa.float32()),
         pa.field("embedding", embedding),
-        pa.field("usage", USAGE),
+        pa.field("usage", usage),
         pa.field("seed", pa.int64()),
+        pa.field("image_digest", pa.string()),
         pa.field("error", ERROR),
         pa.field("spec_decode", SPEC_DECODE),
         pa.field("perf", PERF),
@@ -161,7 +170,7 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
         return []
     everything = wish == "all"
     there = list(input_schema.names)
-    names = there if everything else list(dict.fromkeys(wish))
+    names = [name for name in there if name != columns.get(IMAGES)] if everything else list(dict.fromkeys(wish))
     known = set(there)
     for name in names:
         if name not in known:

@@ -155,6 +155,7 @@ def _usage(completion: Completion) -> dict[str, int | None] | None:
         "reasoning_tokens": completion.reasoning_tokens,
         "cached_tokens": completion.cached_tokens,
         "total_tokens": prompt + answer,
+        "image_tokens": completion.image_tokens,
     }
 
 

@@ -25,10 +25,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from batchspec.console.text import quoted
 from batchspec.data.runstate.in_thread import in_thread
 from batchspec.data.runstate.journal_rows import from_json, to_json
 from batchspec.data.storage.store import Store, for_each
-from batchspec.errors import StorageError
+from batchspec.errors import InputError, StorageError
 from batchspec.records import Completion, Request, Snapshot
 
 FOLDER = "_batchspec/journal"
@@ -57,12 +58,24 @@ class Journaled:
 
     def known(self, entry: Request | Completion) -> Request | Completion:
         """The saved state of an admitted row: the finished row, the request with its saved tokens, or `entry` if nothing is
-        saved."""
+        saved. Raises InputError for tokens that were saved for other images."""
         if isinstance(entry, Completion):
             return entry
         key = entry.row_index, entry.sample_index
-        snapshot = self.snapshots.get(key)
-        return self.completions.get(key) or (entry if snapshot is None else replace(entry, resumed=snapshot))
+        done, snapshot = self.completions.get(key), self.snapshots.get(key)
+        for saved in (done, snapshot):
+            if saved is not None and (isinstance(saved, Snapshot) or saved.error is None):
+                check_images(entry, saved.image_digest)
+        return done or (entry if snapshot is None else replace(entry, resumed=snapshot))
+
+
+def check_images(request: Request, digest: str | None) -> None:
+    """Raises InputError if tokens of this request were saved for other images than it has now. digest: of those."""
+    if digest != request.image_digest:
+        raise InputError(
+            f"row {request.row_index} (id {quoted(request.request_id)}) has other images now than when its tokens were saved; "
+            "put the old ones back, or use another output.dir"
+        )
 
 
 def saved_rows(journaled: Journaled) -> str:

@@ -12,6 +12,7 @@
   logprobs.py           log-probabilities of output tokens
   scoring.py            log-probabilities of prompt tokens, in a batch that does not decode
   states.py             values of hidden states, in such a batch; without_rounds.py: which of the two a task reads
+  images.py             images of prompts: their pixels, made before the row enters its slot
   repetition.py         a stop where tokens repeat themselves
 """
 
@@ -23,8 +24,10 @@ from batchspec.automata.lazy_automaton import Expanding
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import Automata, AutomataCapacity
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.images import ImageEncoder, ImagesOnDevice
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.features.constraints import FiniteConstraints
+from batchspec.engine.features.images import RowImages
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
@@ -50,6 +53,7 @@ class RowFeatures(Features):
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
     expanding  set if rows may have lazy constraints
     call_parser  finds the tool calls in answers; None: calls stay text
+    eye        encodes images: set if rows may have some; kept_images: embeddings of them that stay on the device
     """
 
     decode: Decode | None = None
@@ -59,6 +63,8 @@ class RowFeatures(Features):
     capacity: AutomataCapacity | None = None
     expanding: Expanding | None = None
     call_parser: CallParser | None = None
+    eye: ImageEncoder | None = None
+    kept_images: int = 0
     lazy: LazyConstraints | None = field(default=None, init=False)
     """Rows of the present run that follow lazy automata."""
 
@@ -75,11 +81,15 @@ class RowFeatures(Features):
     def allocate(self, rows: DeviceBatch) -> None:
         if self.symbols is not None and self.capacity is not None:
             rows.automata = Automata(self.symbols, self.capacity, rows.live.device)
+        if self.eye is not None:
+            rows.images = ImagesOnDevice(self.eye, len(rows.live), rows.live.device, most_rows=self.kept_images)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)
         stops = StopStrings(self._decode_of)
         features: list[RowFeature] = [ThinkingBudgets(), stops, RepetitionStop()]
+        if self.eye is not None:
+            features.append(RowImages())
         self.lazy = None
         if check is not None and self.capacity is not None:
             features.append(FiniteConstraints(check, self.capacity))

@@ -202,6 +202,8 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
     )
     batch.host = HostLayout(lengths, [s.end for s in segments])
     batch.tokens = "outputs" if segments[0].generated else "prompt"
+    if rows.images is not None:
+        batch.rope, batch.images = rows.images.inputs([(s.slot, s.begin, s.end) for s in segments])
     return batch, slot_ids
 
 

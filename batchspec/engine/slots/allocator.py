@@ -201,7 +201,9 @@ class SlotAllocator:
         """Hashes of the prompt's pages that may be shared; computed once."""
         if state.prefix_hashes is None:
             request = state.request
-            state.prefix_hashes = prefix_hashes(request.prompt_ids, self.batch.page_size, key=request.prefix_key)
+            state.prefix_hashes = prefix_hashes(
+                request.prompt_ids, self.batch.page_size, key=request.prefix_key, images=request.images
+            )
         return state.prefix_hashes
 
     def _free_passed_pages(self) -> None:

@@ -32,6 +32,8 @@ def completion_of(
         seed=request.seed,
         predicted_tokens=request.predicted_tokens,
         cached_tokens=state.cached_tokens,
+        image_digest=request.image_digest,
+        image_tokens=sum(piece.length for piece in request.images),
         status="error",
         finish_reason="error",
         stats=_stats(state, drafter, slot, now, nodes),

@@ -134,6 +134,7 @@ class RequestState:
             decode_s=self.decode_s(now),
             num_discarded=self.num_discarded,
             num_forced=self.num_forced,
+            image_digest=request.image_digest,
         )
 
     def _drafted_exactly(self) -> tuple[int, ...]:

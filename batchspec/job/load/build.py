@@ -20,7 +20,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.records import RoundOptions
-from batchspec.job.load.memory import check_memory, plan_batch
+from batchspec.job.load.memory import check_memory, kept_images, plan_batch
 from batchspec.job.prepare import Job, JobModel, notes
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.kernels.common.card import card_of
@@ -210,11 +210,13 @@ def build_engine(
             symbols=vocabulary,
             expanding=expanding,
             call_parser=call_parser,
+            eye=target.eye,
+            kept_images=kept_images(batch.prefill_tokens, batch.max_len),
         ),
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
         adaptive=adaptive,
-        prefill_graphs=ablation.prefill_graphs,
+        prefill_graphs=ablation.prefill_graphs and target.eye is None,  # what images bring to a pass has no fixed shape
         expert_correlation=config.packing.expert_correlation,
         lead=lead,
     )

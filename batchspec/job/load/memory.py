@@ -40,6 +40,19 @@ def automata_bytes(job: Job) -> int:
     return 0 if job.admission.constraints is None else AutomataCapacity(num_tokens=job.spec.vocab_size).nbytes
 
 
+def image_bytes(job: JobModel) -> int:
+    """Bytes that encoding images takes, and their embeddings that stay on the device; 0 in a job without images."""
+    eye, most = job.spec.eye, job.config.packing.max_num_batched_tokens or GPU_PREFILL
+    if eye is None:
+        return 0
+    return eye.activation_bytes(job.dtype) + eye.row_bytes(job.dtype) * kept_images(most, job.spec.max_len)
+
+
+def kept_images(prefill_tokens: int, max_len: int) -> int:
+    """Embeddings of images that stay on the device: of two passes, or of the longest row."""
+    return max(2 * prefill_tokens, max_len)
+
+
 def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
@@ -95,6 +108,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
     loaded  the weights, including the drafter's, are in memory already
     """
     shape, taken = job.drafter.shape, job.drafter.corpus_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
+    taken += image_bytes(job)
     return choose_batch(
         job.config.packing,
         job.spec,

@@ -34,6 +34,7 @@ MEANINGS = {
     "choice_probs": "each of the texts that were compared, its share of their probabilities, and its log-probability",
     "usage": "token counts, named as in OpenAI's API",
     "seed": "seed of the row; the same value as the input's per-row seed gives the same tokens",
+    "image_digest": "what determines the pixels of the row's images, 16 bytes of each in hexadecimal",
     "error": "why there is no answer: code, stage, message, and whether a retry may help",
     "spec_decode": "counts and rates of speculative decoding for this row",
     "perf": "times in seconds and batch slots; differs from run to run",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import closing
+from functools import partial
 
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.runstate.journal import Journal, Journaled
@@ -12,6 +13,7 @@ from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.runner.run_monitor import RunMonitor
 from batchspec.job.runner.shard_work import ShardWork
 from batchspec.job.runner.shard_workers import ShardWorkers
+from batchspec.job.supervise.nearby_shards import ReadShards
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import DecodedShard, PlanRows, all_rows
 
@@ -28,7 +30,7 @@ def decode_shards(
     rows: PlanRows = all_rows,
     journal: Journal | None = None,
     journaled: Journaled | None = None,
-    claim: Callable[[Iterator[InputShard]], Iterator[InputShard]] = iter,
+    claim: Callable[[ReadShards], Iterator[InputShard]] | None = None,
     skip: Container[int] = (),
 ) -> Iterator[DecodedShard]:
     """One pass over the input: yields every shard that is not in `skip`, as soon as its last row is done.
@@ -37,12 +39,13 @@ def decode_shards(
     rows       what is done with each output row; default: all are decoded
     journal    gets every row as it finishes; the caller removes the rows of shards that are committed
     journaled  saved work of earlier runs on these shards
-    claim      filters the shards as they are read: leaves out those of other runs
+    claim      reads those of the shards that are this run's, in an order of its own; default: all, in order
     """
     job = loaded.job
+    read: ReadShards = partial(job.source.shards, job.layout)
     coming = [index for index in range(job.layout.num_shards) if index not in skip]
     feed = Feed(
-        claim(job.source.shards(job.layout, skip)),
+        read(skip) if claim is None else claim(read),
         work.admitted,
         rows=rows,
         predicted=job.admission.predicted,

@@ -13,6 +13,7 @@ from batchspec.checkpoint.config_values import has_file, read_text
 from batchspec.checkpoint.weight_files import weight_files
 from batchspec.config.schema import CacheConfig, InputConfig
 from batchspec.data.runstate.manifest import fingerprint
+from batchspec.images.rule import IMAGE_VERSION
 from batchspec.job.prepare import Job
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.dtype import dtype_name
@@ -46,6 +47,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.end_ids": sorted(settings.end_ids),
             "model.think_tokens": None if settings.think is None else (settings.think.begin_id, settings.think.end_id),
             "model.tool_calls": None if form is None else form.name,
+            **_image_parts(job),
             **_cache_parts(config.cache),
             **_decode_parts(job),
             "draft.synthetic": config.draft.synthetic,
@@ -92,6 +94,12 @@ def _decode_parts(job: Job) -> dict[str, Any]:
         kind, text = constraints.of_job  # of a file its content
         parts[kind] = text
     return {f"decode.{key}": value for key, value in parts.items()} | job.admission.task.identity(job.config)
+
+
+def _image_parts(job: Job) -> dict[str, Any]:
+    """How images become pixels and tokens; empty in a job without images."""
+    eye = job.spec.eye
+    return {} if eye is None else {"model.eye": [IMAGE_VERSION, asdict(eye.rule)]}
 
 
 def _named(job: Job, what: str) -> dict[str, str]:

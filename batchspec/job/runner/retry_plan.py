@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.runstate.generations import Generation
+from batchspec.data.runstate.journal import check_images
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.features.thinking import num_closing_tokens
 from batchspec.packing.work_plan import DecodedShard
@@ -28,7 +29,7 @@ from batchspec.records import Completion, Request, Snapshot
 
 READ = (
     "row_index", "sample_index", "status", "finish_reason", "error", "usage", "token_ids", "prompt_ids", "logprobs",
-    "spec_decode", "perf",
+    "spec_decode", "perf", "image_digest",
 )
 """Columns of the output that determine what happens to a row."""
 Row = Mapping[str, Any]
@@ -121,8 +122,11 @@ def _num_tokens(row: Row) -> int:
 
 
 def _snapshot(request: Request, row: Row) -> Snapshot | None:
-    """The row as a snapshot to continue from; None if it has no tokens or another prompt (input.on_overlong=truncate)."""
+    """The row as a snapshot to continue from; None if it has no tokens or another prompt (input.on_overlong=truncate). Raises
+    InputError if its images are others now."""
     tokens, prompt, usage = row.get("token_ids"), row.get("prompt_ids"), row["usage"]
+    if tokens:
+        check_images(request, row.get("image_digest"))
     if not tokens or row.get("logprobs") is not None or usage["prompt_tokens"] != len(request.prompt_ids):
         return None
     if prompt is not None and prompt != request.prompt_ids.tolist():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Generator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 
 from batchspec.console.text import counted
 from batchspec.data.runstate.claims import RENEW_S
@@ -172,7 +173,7 @@ class ShardRunner:
         suspects = attempts.suspect_shards() & self._all_shards - excluded
         if suspects and not self.engines.stopping:
             self.progress.phase(f"a crashed or killed run held {counted(len(suspects), 'shard')}: their rows are retried apart")
-            shards = claimed.suspect(job.source.shards(job.layout, self._all_shards - suspects))
+            shards = claimed.suspect(partial(job.source.shards, job.layout), suspects)
             suspect_shards = SuspectShards(
                 loaded, self.work_plan, attempts, self._journal, self._journaled, on_round=monitor.after_round,
                 finished=monitor.finished,

@@ -5,7 +5,7 @@ Claims are leases: see data/runstate/claims.py. For suspect shards see poison_ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 
 from batchspec.data.dataset.reader import InputShard
@@ -14,15 +14,16 @@ from batchspec.data.runstate.claims import Claims
 from batchspec.data.runstate.journal import Journal, Journaled
 from batchspec.errors import BatchspecError, DivergedError, RankLost, StorageError, WorkerLost
 from batchspec.job.supervise.deadline import Deadline
+from batchspec.job.supervise.nearby_shards import NearbyShards, ReadShards
 
 
 class ClaimedShards:
-    """Claims shards for this run in one pass over the input, each when it is read: leaves out those that other runs hold or have
-    committed, and all that come after the deadline.
+    """Claims shards for this run in one pass over the input, each when it is read, in the order of `nearby_shards.py`: leaves out
+    those that other runs hold or have committed, and all that come after the deadline.
 
     journaled  updated with what the earlier owners of the shards saved
     is_done    whether another run has committed the shard in the meantime: then its claim may be deleted, and so look free
-    unread     shards that the input has to give in this pass; each is removed when it is read
+    unread     shards that the input has to give in this pass; each is removed when it is read or left out
     """
 
     def __init__(
@@ -32,23 +33,26 @@ class ClaimedShards:
         self._claims, self._attempts, self._journal, self._journaled = claims, attempts, journal, journaled
         self._deadline, self._is_done, self.unread = deadline, is_done, unread
 
-    def healthy(self, shards: Iterator[InputShard]) -> Iterator[InputShard]:
-        """The shards that this run could claim, less those whose last owner crashed while it held them: these are suspect from
-        now on. Raises StorageError."""
-        return (shard for shard, crashed in self._claimed(shards) if not crashed)
+    def healthy(self, read: ReadShards) -> Iterator[InputShard]:
+        """Those of the unread shards that this run could claim, less those whose last owner crashed while it held them: these are
+        suspect from now on. Raises StorageError."""
+        return (shard for shard, crashed in self._claimed(read, self.unread) if not crashed)
 
-    def suspect(self, shards: Iterator[InputShard]) -> Iterator[InputShard]:
+    def suspect(self, read: ReadShards, shards: Set[int]) -> Iterator[InputShard]:
         """Those of these suspect shards that this run could claim. Raises StorageError."""
-        return (shard for shard, _ in self._claimed(shards))
+        return (shard for shard, _ in self._claimed(read, shards))
 
-    def _claimed(self, shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
+    def _claimed(self, read: ReadShards, shards: Set[int]) -> Iterator[tuple[InputShard, bool]]:
         """The shards that this run could claim, each with whether its last owner crashed."""
-        for shard in shards:
+        nearby = NearbyShards(read, shards, self._of_others, self._claims.attempt)
+        for shard in nearby:
             self.unread.discard(shard.index)
             if self._deadline.reached:
                 return
-            if self._is_done(shard.index) or not self._claims.take(shard.index):
+            if (done := self._is_done(shard.index)) or not self._claims.take(shard.index):
+                nearby.missed(done=done)
                 continue
+            nearby.claimed()
             crashed = self._claims.crashed_owners.pop(shard.index, None)
             if crashed is not None:
                 self._attempts.add_crash(shard.index, crashed)
@@ -56,6 +60,13 @@ class ClaimedShards:
                 self._claims.inherited = False
                 self._journal.refresh(self._journaled)
             yield shard, crashed is not None
+
+    def _of_others(self, shards: Set[int]) -> set[int]:
+        """Those of these shards that other runs hold at present, and those that runs have done which ended since."""
+        held = self._claims.held(shards)
+        of_others = held | {shard for shard in self._claims.owners(shards - held) if self._is_done(shard)}
+        self.unread -= of_others
+        return of_others
 
 
 @contextmanager

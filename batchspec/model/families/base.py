@@ -204,6 +204,12 @@ def refuses_windows(config: ConfigReader) -> list[str]:
     return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
 
 
+def refuses_step_limits(config: ConfigReader) -> list[str]:
+    """`Family.refuses` for Mamba2 layers: dt is not clamped."""
+    unlimited = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # as JSON of Python, and as transformers 5 writes it
+    return [config.shown("time_step_limit")] if config.differs("time_step_limit", None, *unlimited) else []
+
+
 def refuses_unnormed_heads(config: ConfigReader) -> list[str]:
     """`Family.refuses` for a family that always norms q and k: some published files set use_qk_norm=true (Qwen3-Coder)."""
     return [config.shown("use_qk_norm")] if config.differs("use_qk_norm", None, True) else []

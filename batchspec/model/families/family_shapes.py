@@ -47,6 +47,11 @@ _GRANITE: dict[str, Any] = {
     "num_hidden_layers": 40, "num_key_value_heads": 8, "rope_theta": 10000000.0, "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22, "tie_word_embeddings": True,
 }
+_GRANITE_H: dict[str, Any] = _GRANITE | {
+    "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "nope",
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)], "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "vocab_size": 100352,
+}
 _LFM2: dict[str, Any] = {
     "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "rms_norm_eps": None, "norm_eps": 1e-5,
     "tie_word_embeddings": None, "tie_embedding": True, "hidden_size": 2048, "num_attention_heads": 32,
@@ -63,6 +68,51 @@ _LFM2_8B: dict[str, Any] = _LFM2 | {
     "use_expert_bias": True, "routed_scaling_factor": 1.0,
     "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
 }
+_NEMOTRON_H: dict[str, Any] = {
+    "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "rms_norm_eps": None, "layer_norm_epsilon": 1e-5,
+    "hidden_act": None, "head_dim": 128, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "mlp_hidden_act": "relu2",
+    "vocab_size": 131072,
+}
+_NANO_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_NEMOTRON3_NANO: dict[str, Any] = _NEMOTRON_H | {
+    "hidden_size": 2688, "intermediate_size": 1856, "num_hidden_layers": 52, "hybrid_override_pattern": _NANO_PATTERN,
+    "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "max_position_embeddings": 262144,
+}
+_NEMOTRON3_SUPER: dict[str, Any] = _NEMOTRON3_NANO | {
+    "hidden_size": 4096, "intermediate_size": 2688, "num_hidden_layers": 88, "mamba_num_heads": 128, "n_routed_experts": 512,
+    "hybrid_override_pattern": (
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    ),
+    "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024, "routed_scaling_factor": 5.0,
+}
+
+
+def _modelopt(algorithm: str) -> dict[str, Any]:
+    """As in NVIDIA's checkpoints: all but attention, the Mamba2 layer before it, routers and the output matrix."""
+    ends = [i for i, letter in enumerate(_NANO_PATTERN) if letter == "*"]
+    plain = [f"backbone.layers.{i}.mixer.{part}_proj" for i in ends for part in "qkvo"]
+    plain += [f"backbone.layers.{i - 1}.mixer.{part}_proj" for i in ends for part in ("in", "out")]
+    return {
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "mixer.gate", *plain]}
+    }
+
+
+def _mixed(pattern: str) -> dict[str, Any]:
+    """Experts in NVFP4; projections of Mamba2 layers and shared experts in FP8: NVIDIA's checkpoint leaves some in bf16."""
+    layers = {f"backbone.layers.{i}.mixer.experts": "NVFP4" for i, letter in enumerate(pattern) if letter == "E"}
+    layers |= {f"backbone.layers.{i}.mixer.shared_experts": "FP8" for i, letter in enumerate(pattern) if letter == "E"}
+    parts = ("in_proj", "out_proj")
+    layers |= {f"backbone.layers.{i}.mixer.{part}": "FP8" for i, letter in enumerate(pattern) if letter == "M" for part in parts}
+    return {
+        "quantization_config": {
+            "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": [],
+            "quantized_layers": {name: {"quant_algo": algorithm} for name, algorithm in layers.items()},
+        }
+    }
+
 
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {
@@ -150,6 +200,15 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 8192, "num_attention_heads": 40, "attention_multiplier": 0.015625, "logits_scaling": 10.0,
         "num_local_experts": 0, "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "vocab_size": 100352,
     },
+    "granite4-h-micro": _GRANITE_H | {
+        "hidden_size": 2048, "shared_intermediate_size": 8192, "num_attention_heads": 32, "attention_multiplier": 0.015625,
+        "logits_scaling": 8.0, "num_local_experts": 0, "mamba_n_heads": 64,
+    },
+    "granite4-h-tiny": _GRANITE_H | {
+        "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "attention_multiplier": 0.0078125, "logits_scaling": 6.0, "num_local_experts": 64,
+        "num_experts_per_tok": 6, "mamba_n_heads": 48,
+    },
     "exaone4-32b": {
         "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "hidden_size": 5120, "intermediate_size": 27392,
         "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 102400,
@@ -157,4 +216,14 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     },
     "lfm2-1.2b": _LFM2_1_2B,
     "lfm2-8b-a1b": _LFM2_8B,
+    "nemotron3-nano-30b-a3b": _NEMOTRON3_NANO,
+    "nemotron3-nano-30b-a3b-fp8": _NEMOTRON3_NANO | _modelopt("FP8"),
+    "nemotron3-nano-30b-a3b-nvfp4": _NEMOTRON3_NANO | _modelopt("NVFP4"),
+    "nemotron3-super-120b-a12b": _NEMOTRON3_SUPER,
+    "nemotron3-super-120b-a12b-nvfp4": _NEMOTRON3_SUPER | _mixed(_NEMOTRON3_SUPER["hybrid_override_pattern"]),
+    "nemotron-nano-9b": _NEMOTRON_H | {
+        "hidden_size": 4480, "intermediate_size": 15680, "num_hidden_layers": 56, "num_attention_heads": 40,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_key_value_heads": 8,
+        "mamba_num_heads": 128, "mamba_head_dim": 80,
+    },
 }

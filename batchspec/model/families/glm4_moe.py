@@ -33,7 +33,7 @@ def read_experts(config: ConfigReader) -> MoeSpec:
         router=RouterSpec(
             name="mlp.gate", top_k=top_k, scoring="sigmoid", norm_topk=config.flag("norm_topk_prob", True),
             selection_bias="mlp.gate.e_score_correction_bias", scale=config.number("routed_scaling_factor"),
-            groups=_groups(config, num_experts, top_k),
+            groups=read_groups(config, num_experts, top_k),
         ),
         experts=ExpertsSpec(name="mlp.experts", num_experts=num_experts, hidden_size=hidden_size, expert_size=size),
         shared=SharedExpert(mlp=shared, gate=None),
@@ -41,7 +41,7 @@ def read_experts(config: ConfigReader) -> MoeSpec:
     )
 
 
-def _groups(config: ConfigReader, num_experts: int, top_k: int) -> tuple[int, int]:
+def read_groups(config: ConfigReader, num_experts: int, top_k: int) -> tuple[int, int]:
     count, best = config.integer("n_group"), config.integer("topk_group")
     size = num_experts // count
     if best > count or num_experts % count or (count > 1 and size < 2) or top_k > best * size:

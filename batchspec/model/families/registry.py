@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.checkpoint.files import listed
@@ -22,6 +22,7 @@ from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MINISTRAL3, MISTRAL
 from batchspec.model.families.mixtral import MIXTRAL
+from batchspec.model.families.nemotron_h import NEMOTRON_H
 from batchspec.model.families.olmo2 import OLMO2, OLMO3
 from batchspec.model.families.phi3 import PHI3
 from batchspec.model.families.qwen2 import QWEN2
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         EXAONE4,
         LFM2,
         LFM2_MOE,
+        NEMOTRON_H,
     )
 }
 
@@ -77,9 +79,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "minicpm3", "longcat_flash",
     ),
     "compressed sparse attention": ("deepseek_v4",),
-    "Mamba layers": (
-        "mamba", "mamba2", "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemotron_h_omni",
-    ),
+    "Mamba layers of the first kind": ("mamba", "falcon_mamba", "jamba", "zamba"),
+    "a class of its own, whose Mamba2 layers alone are built": ("mamba2", "falcon_h1", "bamba", "zamba2", "nemotron_h_omni"),
     "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "attention in chunks": ("llama4", "llama4_text"),
     "one gate per attention head": ("lfm3",),
@@ -100,12 +101,17 @@ class Wrapper:
     """The family of the language model."""
     text_varies: bool = False
     """Whether text_config.model_type, where it is given, names the family; otherwise transformers does not read it."""
+    text_defaults: Json = field(default_factory=dict)
+    """Values of missing keys of text_config where they are not the family's."""
 
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text"),
     "gemma4_unified": Wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
+    "qwen3_vl": Wrapper(
+        "Qwen3VLForConditionalGeneration", "qwen3", text_defaults={"rope_theta": 5e5, "max_position_embeddings": 128_000},
+    ),
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
@@ -179,7 +185,7 @@ def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
     for key in _OF_IMAGES:
         config.given(key)  # it counts as read, although nothing depends on it
     kind = text.text("model_type", wrapper.text) if wrapper.text_varies else wrapper.text
-    return text.under(config, _OF_THE_MODEL).replaced(model_type=kind)
+    return text.under(config, _OF_THE_MODEL).replaced(model_type=kind).filled(wrapper.text_defaults)
 
 
 def class_has_output(config: ConfigReader) -> bool:

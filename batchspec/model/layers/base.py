@@ -17,7 +17,7 @@ from batchspec.errors import ConfigError
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Floating-point dtypes in a file that can be converted to any model dtype, as safetensors calls them."""
 
-Role = Literal["weight", "bias", "norm", "scale", "table", "index"]
+Role = Literal["weight", "bias", "norm", "scale", "zero_points", "table", "index"]
 
 Cut = Literal["columns", "rows"]
 """How tensor parallelism divides a product. columns (column parallel): each rank computes some of the outputs, so the rows of
@@ -159,8 +159,9 @@ class Clamp:
     limit: float
 
 
-Gating = Literal["silu", "gelu_tanh"] | Clamp
-"""What comes between the two products of an expert: silu(gate) up, gelu_tanh(gate) up, or what `Clamp` says."""
+Gating = Literal["silu", "gelu_tanh", "relu2"] | Clamp
+"""What comes between the two products of an expert: silu(gate) up, gelu_tanh(gate) up, or what `Clamp` says. relu2: there is no
+gate, and relu(up)^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,7 @@ class GroupedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """E gated MLPs of one shape: the grouped products gate-up, with the gate first, and down."""
+    """E MLPs of one shape: the grouped products gate-up, with the gate first, or up alone where there is no gate, and down."""
 
     name: str
     """name relative to the layer"""
@@ -205,14 +206,19 @@ class ExpertsSpec:
     expert_size: int
     """I, number of values between the two products of one expert"""
     parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down of each expert; or of gate-up and down of all experts, stacked, gate and up interleaved."""
+    """Names of gate, up and down of each expert; without a gate of up and down. Or of gate-up and down of all experts, stacked,
+    gate and up interleaved."""
     bias: bool = False
     gating: Gating = "silu"
 
     @property
+    def _stacked(self) -> bool:
+        return len(self.parts) == 2 and self.gating != "relu2"
+
+    @property
     def gate_up(self) -> GroupedSpec:
-        stacked = len(self.parts) == 2
-        return self._grouped(self.parts[:-1], (2 if stacked else 1) * self.expert_size, self.hidden_size, interleaved=stacked)
+        rows = (2 if self._stacked else 1) * self.expert_size
+        return self._grouped(self.parts[:-1], rows, self.hidden_size, interleaved=self._stacked)
 
     @property
     def down(self) -> GroupedSpec:
@@ -221,7 +227,7 @@ class ExpertsSpec:
     def _grouped(self, parts: tuple[str, ...], rows: int, k: int, *, interleaved: bool = False) -> GroupedSpec:
         return GroupedSpec(
             name=self.name, parts=parts, num_experts=self.num_experts, part_rows=rows, k=k, bias=self.bias,
-            stacked=len(self.parts) == 2, interleaved=interleaved,
+            stacked=self._stacked, interleaved=interleaved,
         )
 
 

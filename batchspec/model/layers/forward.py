@@ -154,7 +154,7 @@ class Stream(Protocol):
         slot order; both summed over all ranks."""
 
     def combined(self, values: Tensor, weights: Tensor) -> Tensor:
-        """[T, H] the sum over each token's slots of weights [T, k] * values [T * k, H], in slot order; of this rank alone."""
+        """[T, N] the sum over each token's slots of weights [T, k] * values [T * k, N], in slot order; of this rank alone."""
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         """stream += product(x), summed over all ranks. in_product: in the product's own kernel if it has one."""

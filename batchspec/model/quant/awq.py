@@ -42,7 +42,7 @@ class Awq(Int4):
         name, groups, words = part.name, self.num_groups(part.k), part.rows // CODES
         return (
             TensorSpec(f"{name}.qweight", (part.k, words), "weight", ("I32",)),
-            TensorSpec(f"{name}.qzeros", (groups, words), "weight", ("I32",), words=(EIGHTS,) if self.symmetric else ()),
+            TensorSpec(f"{name}.qzeros", (groups, words), "zero_points", ("I32",), words=(EIGHTS,) if self.symmetric else ()),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),
             *bias_of(part),
         )

@@ -99,7 +99,7 @@ class FourBitExperts(PlainExperts):
     def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
         if self._stacked is None:
             return self.plain_up(x, routing, gating)
-        tile, rows = tile_of(routing, gated=True, dtype=self.weight_dtype), rows_in_order(x, routing)
+        tile, rows = tile_of(routing, gated=gating != "relu2", dtype=self.weight_dtype), rows_in_order(x, routing)
         return experts_four_bit_up(
             rows, self._stacked, self._bias, routing, tile=tile, gate=gate_of(gating), interpret=not x.is_cuda
         )

@@ -217,8 +217,8 @@ class Fp8Experts(PlainExperts):
             return self.plain_up(x, routing, gating)
         by_token = gathers_rows(routing.unit_pairs, E4M3)
         rows = quantised(x, self._activations, self._input_scale, None if by_token else routing)
-        tile, gate, interpret = tile_of(routing, gated=True, dtype=E4M3), gate_of(gating), not x.is_cuda
-        if quantise and tile.block_n == BLOCK:
+        tile, gate, interpret = tile_of(routing, gated=self._gated, dtype=E4M3), gate_of(gating), not x.is_cuda
+        if quantise and tile.block_n == BLOCK and (self._gated or not tile.turned):
             return kernels.experts_fp8_up_quantised(
                 rows, self.weight, self._bias, routing, tile=tile, gate=gate, by_token=by_token, interpret=interpret
             )

@@ -45,7 +45,7 @@ class Gptq(Int4):
         return (
             TensorSpec(f"{name}.qweight", (part.k // CODES, part.rows), "weight", ("I32",)),
             TensorSpec(
-                f"{name}.qzeros", (groups, part.rows // CODES), "weight", ("I32",),
+                f"{name}.qzeros", (groups, part.rows // CODES), "zero_points", ("I32",),
                 words=(EIGHTS, _SEVENS) if self.symmetric else (),
             ),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),

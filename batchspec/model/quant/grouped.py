@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.kernels.moe.experts_plain import experts_plain_down, experts_plain_up
-from batchspec.kernels.moe.gate import GEGLU, SWIGLU, Gate
+from batchspec.kernels.moe.gate import GEGLU, SQUARED_RELU, SWIGLU, Gate
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, rows_by_expert
-from batchspec.model.fused import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
+from batchspec.model.fused import clamped_swiglu, gelu_tanh_and_mul, relu_squared, silu_and_mul
 from batchspec.model.layers.base import Clamp, Gating, GroupedSpec, Projection, Share, TensorSpec, scaled
 from batchspec.model.layers.forward import GroupedProduct
 from batchspec.model.quant.base import Slices, Weights, check_blocks
@@ -42,7 +42,7 @@ class PlainExperts(ABC):
 
     def plain_up(self, x: Tensor, routing: Routing, gating: Gating) -> Tensor:
         top_k, pairs = routing.expert_ids.shape[1], routing.pairs.long()
-        out = x.new_empty(len(pairs) + 1, self.rows // 2)
+        out = x.new_empty(len(pairs) + 1, self.rows if gating == "relu2" else self.rows // 2)
         for expert, places in _places_by_expert(routing):
             gate_up = self.product(expert, x[pairs[places.clamp(max=len(pairs) - 1)] // top_k])
             out.index_copy_(0, places, _gated(gate_up, gating))
@@ -69,7 +69,7 @@ class GroupedLinear(PlainExperts):
     def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
         if not self._fast:
             return self.plain_up(x, routing, gating)
-        interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=x.dtype)
+        interpret, tile = not x.is_cuda, tile_of(routing, gated=gating != "relu2", dtype=x.dtype)
         by_token = routing.rows is None and gathers_rows(routing.unit_pairs, x.dtype) and x.is_contiguous()
         rows = x if by_token else rows_in_order(x, routing)
         return experts_plain_up(
@@ -105,12 +105,14 @@ def gate_of(gating: Gating) -> Gate:
     """The form that kernels take."""
     if isinstance(gating, Clamp):
         return Gate(gating.limit, gating.alpha)
-    return SWIGLU if gating == "silu" else GEGLU
+    return {"silu": SWIGLU, "gelu_tanh": GEGLU, "relu2": SQUARED_RELU}[gating]
 
 
 def _gated(gate_up: Tensor, gating: Gating) -> Tensor:
     if isinstance(gating, Clamp):
         return clamped_swiglu(gate_up, alpha=gating.alpha, limit=gating.limit)
+    if gating == "relu2":
+        return relu_squared(gate_up)
     return silu_and_mul(gate_up) if gating == "silu" else gelu_tanh_and_mul(gate_up)
 
 

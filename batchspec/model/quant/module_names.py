@@ -18,8 +18,8 @@ def is_in(modules: tuple[str, ...], name: str) -> bool:
 
 
 def begins_with(patterns: tuple[str, ...], name: str) -> bool:
-    """Whether the name begins with a match of an expression. Those that name the language model of a larger model match its names
-    in the file."""
+    """Whether the name begins with a match of an expression. Those that name the language model of a larger model, or a backbone,
+    match its names in the file."""
     own, wrapped = _joined(patterns)
     if any(pattern.begins(name) for pattern in own):
         return True
@@ -34,5 +34,6 @@ def _inside(modules: tuple[str, ...]) -> re.Pattern[str]:
 @lru_cache(64)
 def _joined(patterns: tuple[str, ...]) -> tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]]:
     """The expressions for the names that batchspec uses, and for those in files."""
-    wrapped = [pattern for pattern in patterns if "language" in pattern]  # most do not, and it takes three matches of each name
+    # Most do not name one, and it takes several matches of each name.
+    wrapped = [pattern for pattern in patterns if "language" in pattern or "backbone" in pattern]
     return joined([pattern for pattern in patterns if pattern not in wrapped]), joined(wrapped)

@@ -38,7 +38,7 @@ class PackQuantized(Int4):
             TensorSpec(f"{name}.weight_scale", (rows, groups), "scale", typical=TYPICAL_SCALE),
         ]
         if not self.symmetric:
-            found.append(TensorSpec(f"{name}.weight_zero_point", (rows // CODES, groups), "weight", ("I32",)))
+            found.append(TensorSpec(f"{name}.weight_zero_point", (rows // CODES, groups), "zero_points", ("I32",)))
         if self.act_order:
             often = float(self.group_size or part.k)
             found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=True))

@@ -27,6 +27,9 @@ for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
 case("route_kernel with factors", "route", 4, logits=PF32, bias=None, factors=PF32, live="*u8", out_ids=PI32, out_weights=PF32,
      num_tokens=I32, stride=I32, NUM_EXPERTS=128, TOP_K=8, SIGMOID=False, NORM=True, SUM_EPS=0.0, SCALE=1.0, GROUPS=1,
      TOP_GROUPS=1, TOKENS=4, LANES=128, SLOTS=8)
+case("route_kernel of 22 of 512 experts", "route", 4, logits=PF32, bias=PF32, factors=None, live="*u8", out_ids=PI32,
+     out_weights=PF32, num_tokens=I32, stride=I32, NUM_EXPERTS=512, TOP_K=22, SIGMOID=True, NORM=True, SUM_EPS=0.0, SCALE=5.0,
+     GROUPS=1, TOP_GROUPS=1, TOKENS=4, LANES=512, SLOTS=32)
 for _pairs, _largest in ((16, False), (48, True)):
     case(f"list_kernel {_pairs} pairs", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32,
          out_units=PI32, out_num_read=PI32, num_pairs=I32, num_units=I32,
@@ -71,8 +74,8 @@ for _dtype, _gated, _limit, _low, _t, _n, _k, _warps, _by_token in (
          **(_gathered(_dtype, _low, _t) if _by_token else _tokens_of(_dtype, _low, _t, _k, _tma)),
          w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
          bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
-         SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=0.0 if _low == 32 else 1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n,
-         BLOCK_K=_k, GROUP=8,
+         SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=(0.0 if _low == 32 else 1.702) if _gated else None, LOW=_low,
+         BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
          TMA=_tma, EVEN_K=_tma, TOP_K=8 * _by_token, INTERPRETED=False)
 case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
      BLOCK=4096)
@@ -92,8 +95,8 @@ for _blocked, _gated, _quantised, _low, _t, _n, _warps, _tma, _turned, _by_token
          w=f"tensordesc<fp8e4nv[{_half}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
          bias=None if _blocked else "*bf16", pairs=PI32, units=PI32, out="*fp8e4nv" if _quantised else "*bf16",
          out_scales=PF32 if _quantised else None, num_units=I32, x_rows=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
-         SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, TURNED=_turned, LOW=_low, BLOCK_T=_t,
-         BLOCK_N=_n, GROUP=8, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)
+         SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702 if _gated else None, BLOCKED=_blocked, TURNED=_turned,
+         LOW=_low, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)
 # (gated, lowest tile, pairs, warps, TMA)
 for _gated, _low, _t, _warps, _tma in (
     (True, 16, 64, 4, True), (False, 32, 96, 8, True), (True, 32, 96, 8, True), (True, 32, 128, 4, True),
@@ -121,8 +124,15 @@ for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
          shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _zeros else None, pairs=PI32,
          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, num_groups=I32, SCATTER=not _gated, GATED=_gated,
          LIMIT=7.0 if _gated and _zeros else None,
-         ALPHA=1.702, GROUP=_group, TWO=_n >= (16 if _gated else 32) * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined, BLOCK_N=_n,
+         ALPHA=1.702 if _gated else None, GROUP=_group, TWO=_n >= (16 if _gated else 32) * _warps, LOW=_low,
+         BLOCK_T=_t, JOINED=_joined, BLOCK_N=_n,
          UNITS=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)
+
+# Experts without gates: the first product is stored in the order of the list, and relu(x)^2 of it.
+for _kernel in ("experts_plain_kernel bf16", "experts_fp8_kernel", "experts_four_bit_kernel"):
+    _name = next(name for name in CASES if name.startswith(_kernel) and not CASES[name].arguments["GATED"])
+    _own = CASES[_name]
+    CASES[f"{_name}, without gates"] = _own._replace(arguments={**_own.arguments, "SCATTER": False, "ALPHA": 1.702})
 
 CASES.seldom |= {
     "experts_four_bit_kernel gated True, 16 to 16 pairs, 64 rows, TMA True, groups of 128",

@@ -1,4 +1,4 @@
-"""The variants in which the engine launches the kernel of `kernels/short_conv`: LFM2."""
+"""The variants in which the engine launches the kernel of `kernels/short_conv`: LFM2, and without gates Nemotron 3 Nano."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from tests.kernels.compile_cases.cases import I32, PI32, PI64, Cases
 
 CASES = Cases("short_conv")
 
-for _dtype, _bias in (("bf16", False), ("bf16", True), ("fp32", False)):
+for _dtype, _bias, _gated in (("bf16", False, True), ("bf16", True, True), ("fp32", False, True), ("bf16", True, False)):
     _values = f"*{_dtype}"
     CASES.add(
-        f"short_conv_kernel {_dtype}, bias {_bias}", "short_conv", 4, inputs=_values, weight=_values,
+        f"short_conv_kernel {_dtype}, bias {_bias}, gates {_gated}", "short_conv", 4, inputs=_values, weight=_values,
         bias=_values if _bias else None, ring=_values, cu_seqlens=PI32, positions=PI64, slots=PI32, live=PI32, out=_values,
-        inputs_stride=I32, ring_stride=I32, CHANNELS=2048, TAPS=3, RING=6, TOKENS=16, PLACES=8, LANES=128, ACC="fp32",
+        inputs_stride=I32, ring_stride=I32, GATED=_gated, CHANNELS=2048 if _gated else 6144, TAPS=3 if _gated else 4,
+        RING=6 if _gated else 8, TOKENS=16, PLACES=8, LANES=128, ACC="fp32",
     )

@@ -257,7 +257,7 @@ class AttentionSpec(NormedSpec, MixerSpec):
     def _prepared(self, pass_: Pass, kept: Kept) -> tuple[Rope, Tensor, AttentionPlan]:
         """Layers that differ in their rotation share a plan, and those that differ in their plan a rotation."""
         kv, batch, turn = LayerKV.of(kept.pages), pass_.of_group(kept.group), (self.rotation, self.head_dim)
-        rope = pass_.once(turn, lambda: rope_of(batch.positions, pass_.tables[turn], self.rotation, pass_.dtype))
+        rope = pass_.once(turn, lambda: rope_of(batch.rope_positions, pass_.tables[turn], self.rotation, pass_.dtype))
         plan = pass_.once(
             ("plan", self.window, self.num_heads, kv.layout, kept.group),
             lambda: plan_attention(batch, kv, num_heads=self.num_heads, **narrowed(self.window, pass_.window, pass_.sink)),

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.batch.image_inputs import AxisPositions
 from batchspec.model.layers.attention.rope_config import RopeSpec
 
 
@@ -65,8 +66,9 @@ def _yarn(freqs: Tensor, rope: RopeSpec, dim: int) -> Tensor:
 
 
 def rope_angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, R] of int64 positions [T]; the first half of sin is negated, as `rotate` requires."""
-    angles = positions.to(torch.float32)[:, None] * freqs
+    """cos and sin [T, 1, R] of int64 positions [T], or [T, R/2] if they differ by frequency; the first half of sin is negated, as
+    `rotate` requires."""
+    angles = (positions if positions.ndim == 2 else positions[:, None]).to(torch.float32) * freqs
     cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
     return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
 
@@ -89,10 +91,16 @@ class Rope:
     """[T, 1, 1] factors of q by its position, in the model's dtype; None: q has none"""
 
 
-def rope_of(positions: Tensor, freqs: Tensor, rope: RopeSpec, dtype: torch.dtype) -> Rope:
+def rope_of(positions: Tensor | AxisPositions, freqs: Tensor, rope: RopeSpec, dtype: torch.dtype) -> Rope:
     """The rotation of int64 positions [T] for heads of `dtype`; freqs of `rope_frequencies`. Launches nothing on a GPU, unless q
-    grows with its position."""
+    grows with its position, or positions have several axes: then cos and sin are computed here, on a GPU too."""
     factor = rope.attention_factor
+    if isinstance(positions, AxisPositions):
+        assert not rope.query_growth, rope
+        return Rope(
+            positions=positions.values[0], freqs=freqs, attention_factor=factor, interleaved=rope.interleaved,
+            angles=rope_angles(positions.of_frequencies(len(freqs)), freqs, factor, dtype),
+        )
     angles = None if positions.is_cuda else rope_angles(positions, freqs, factor, dtype)
     return Rope(
         positions=positions, freqs=freqs, attention_factor=factor, interleaved=rope.interleaved, angles=angles,

@@ -198,7 +198,7 @@ class LatentSpec(NormedSpec, MixerSpec):
 
     def _prepared(self, pass_: Pass, kept: Kept) -> tuple[Rope, Tensor, LatentPlan]:
         batch, layout = pass_.of_group(kept.group), LatentPages.of(kept.pages).layout
-        rope = rope_of(batch.positions, pass_.tables[self.rope, self.sizes.rope_dim], self.rope, pass_.dtype)
+        rope = rope_of(batch.rope_positions, pass_.tables[self.rope, self.sizes.rope_dim], self.rope, pass_.dtype)
         return rope, batch.slot_mapping, LatentPlan(batch, layout, window=pass_.window, sink=pass_.sink)
 
     def build(self, source: BlockSource) -> LatentAttention:

@@ -1,4 +1,7 @@
-"""The gated MLP: down(act(gate(x)) * up(x)), act SiLU (SwiGLU) or GELU (GEGLU) (Shazeer 2020, arXiv 2002.05202)."""
+"""The gated MLP: down(act(gate(x)) * up(x)), act SiLU (SwiGLU) or GELU (GEGLU) (Shazeer 2020, arXiv 2002.05202).
+
+With relu2 it has no gate: down(relu(up(x))^2) (So et al. 2021, arXiv 2109.08668).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_norm
+from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, relu_squared, rms_norm
 from batchspec.model.layers.base import (
     Gemm,
     NormedSpec,
@@ -30,16 +33,23 @@ class GatedMlpSpec(NormedSpec):
 
     inner_size: int
     bias: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """relu2: there is no gate."""
     parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down; or of gate-up, which the file holds as one projection, the gate's rows first, and of down."""
+    """Names of gate, up and down; without a gate of up and down. Or of gate-up, which the file holds as one projection, the
+    gate's rows first, and of down."""
     name: str = "mlp"
     norm: str | None = "post_attention_layernorm"
 
     @property
+    def has_gate(self) -> bool:
+        return self.activation != "relu2"
+
+    @property
     def gate_up(self) -> ProductSpec:
+        """Of gate and up, or of up alone."""
         *into, _ = self.parts
-        rows = 2 * self.inner_size // len(into)
+        rows = (2 if self.has_gate else 1) * self.inner_size // len(into)
         return ProductSpec(tuple(Projection(f"{self.name}.{part}", rows, self.hidden_size, self.bias) for part in into))
 
     @property
@@ -75,7 +85,8 @@ class GatedMlpSpec(NormedSpec):
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         inner = self._inner(shard, unit)
         *into, down = self.parts
-        ranges = (inner,) if len(into) == 2 else (inner, shifted(inner, self.inner_size))
+        fused = len(into) == 1 and self.has_gate
+        ranges = (inner, shifted(inner, self.inner_size)) if fused else (inner,)
         shares = dict.fromkeys(into, Share("columns", ranges)) | {down: Share("rows", (inner,), shard.rank == 0)}
         return {f"{self.name}.{part}": share for part, share in shares.items()}
 
@@ -84,15 +95,19 @@ class GatedMlpSpec(NormedSpec):
 
 
 class GatedProducts:
-    """The products of a gated MLP with SiLU, of an input that the caller has normed and with an output that the caller adds."""
+    """The products of an MLP with SiLU, or without a gate, of an input that the caller has normed and with an output that the
+    caller adds."""
 
     def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
-        assert spec.activation == "silu"
-        assert spec.out_scale is None
-        self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
+        assert spec.activation != "gelu_tanh"
+        self._has_gate = spec.has_gate
+        self._gate_up, self._down = source.product(spec.gate_up), scaled_product(source.product(spec.down), spec.out_scale)
 
     def __call__(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
         """x [T, H] -> [T, H]; of a model of several ranks this rank's part of a sum."""
+        if not self._has_gate:
+            plain: Tensor = self._down(relu_squared(self._gate_up(x, lora)), lora)
+            return plain
         form = self._down.fp8_form
         if form is not None:
             return self._down.of_fp8(activation_quantised(self._gate_up(x, lora), form, gelu=False))
@@ -122,7 +137,7 @@ class GatedMlp:
     def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
         if self._post_norm is not None:
             stream.add(self.output(stream, lora), self._out_factor)
-        elif self._down.fp8_form is None:
+        elif self._down.fp8_form is None or not self._spec.has_gate:
             stream.add_product(self._down, self._inner(stream, lora), lora, in_product=add_in_product)
         else:
             stream.add_output(self._product(stream, lora))
@@ -135,7 +150,7 @@ class GatedMlp:
     def _product(self, stream: Stream, lora: LoraTokens | None) -> Tensor:
         """The output of the last product, of this rank."""
         form = self._down.fp8_form
-        if form is not None:
+        if form is not None and self._spec.has_gate:
             gate_up = stream.project(self._norm, self._spec.eps, self._gate_up, lora)
             return self._down.of_fp8(activation_quantised(gate_up, form, gelu=not self._silu))
         out: Tensor = self._down(self._inner(stream, lora), lora)
@@ -143,4 +158,6 @@ class GatedMlp:
 
     def _inner(self, stream: Stream, lora: LoraTokens | None) -> Tensor:
         inner: Tensor = stream.project(self._norm, self._spec.eps, self._gate_up, lora, gated=self._silu)
-        return inner if self._silu else gelu_tanh_and_mul(inner)
+        if self._silu:
+            return inner
+        return gelu_tanh_and_mul(inner) if self._spec.has_gate else relu_squared(inner)

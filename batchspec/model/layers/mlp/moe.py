@@ -6,6 +6,8 @@
     stream += sum over the k slots, in order, of weight * down_e(act(gate_e(x), up_e(x))), e the expert of the slot
     stream += sigmoid(x g') down_s(silu(gate_s(x)) * up_s(x))    where there is a shared expert s, which all tokens go through;
                                                                  if it has no gate, without the sigmoid
+    stream += out(sum over the k slots ... of experts on into(x))    where the experts are narrower than the stream (`Narrow`);
+                                                                     router and shared expert read x
 
 The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format. The next norm of the stream
 computes the sum over the slots and adds it (`Stream.add_pairs`). The gate g of the shared expert is one more row of the router's
@@ -38,6 +40,7 @@ from batchspec.model.layers.base import (
     Shard,
     Share,
     TensorSpec,
+    whole_shares,
 )
 from batchspec.model.layers.forward import BlockSource, Stream
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec, GatedProducts
@@ -85,6 +88,23 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow:
+    """The shape of the products around experts that are narrower than the stream. Every rank has all of both."""
+
+    hidden_size: int
+    """H of the stream; the experts have their own, smaller one"""
+    into: str
+    """Name of the first product, relative to the layer."""
+    out: str
+    """Name of the second one, of the sum over the slots."""
+
+    def products(self, size: int) -> tuple[ProductSpec, ProductSpec]:
+        """size: of the experts"""
+        into = ProductSpec((Projection(self.into, size, self.hidden_size),))
+        return into, ProductSpec((Projection(self.out, self.hidden_size, size),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """The shape of a mixture of experts."""
 
@@ -96,14 +116,21 @@ class MoeSpec:
     norm: str = "post_attention_layernorm"
     """Name of the norm before router and experts."""
     norms: NormForm = PLAIN_NORM
+    narrow: Narrow | None = None
+    """None: the experts read and write vectors of the stream."""
 
     @property
     def hidden_size(self) -> int:
-        return self.experts.hidden_size
+        return self.experts.hidden_size if self.narrow is None else self.narrow.hidden_size
+
+    @property
+    def around(self) -> tuple[ProductSpec, ...]:
+        """The products around narrow experts."""
+        return () if self.narrow is None else self.narrow.products(self.experts.hidden_size)
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        return () if self.shared is None else self.shared.mlp.products
+        return *(() if self.shared is None else self.shared.mlp.products), *self.around
 
     @property
     def grouped(self) -> tuple[GroupedSpec, ...]:
@@ -148,8 +175,9 @@ class MoeSpec:
         """
         own, top_k = self.experts, self.router.top_k
         pairs = top_k * (2 * own.expert_size + own.hidden_size + 8)
-        shared = 0 if self.shared is None else self.shared.mlp.activation_size + own.hidden_size
-        return 8 * own.num_experts + pairs + 3 * own.expert_size + 4 * own.hidden_size + shared
+        shared = 0 if self.shared is None else self.shared.mlp.activation_size + self.hidden_size
+        around = 0 if self.narrow is None else 2 * (own.hidden_size + self.hidden_size)
+        return 8 * own.num_experts + pairs + 3 * own.expert_size + 4 * own.hidden_size + shared + around
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """The router's and the experts' products over T tokens.
@@ -163,7 +191,8 @@ class MoeSpec:
             Gemm(product=spec.of(0), ops=(), stored=num_experts, read=read, active=top_k, grouped=True) for spec in self.grouped
         )
         shared = () if self.shared is None else self.shared.mlp.gemms(tokens)
-        return Gemm(product=router, ops=()), *shared, *experts
+        around = (Gemm(product=product, ops=("linear",)) for product in self.around)
+        return Gemm(product=router, ops=()), *shared, *around, *experts
 
     def _inner(self, shard: Shard, unit: int) -> slice:
         return shard.of("the size of an expert", self.experts.expert_size, unit)
@@ -179,7 +208,8 @@ class MoeSpec:
         inner = self._inner(shard, unit)
         gate_up, down = (spec.of(0).parts[0].name for spec in self.grouped)
         shared = {} if self.shared is None else self.shared.mlp.shares(shard, unit)
-        return {gate_up: Share("columns", (inner,)), down: Share("rows", (inner,), shard.rank == 0), **shared}
+        own = {gate_up: Share("columns", (inner,)), down: Share("rows", (inner,), shard.rank == 0)}
+        return {**own, **shared, **whole_shares(self.around)}
 
     def build(self, source: BlockSource) -> Moe:
         return Moe(self, source)
@@ -197,6 +227,7 @@ class Moe:
         self._factors = source.vector(router.factors) if router.factors else None
         self._router_norm = source.vector(router.input_scale) * spec.hidden_size**-0.5 if router.input_scale else None
         self._shared = None if spec.shared is None else GatedProducts(spec.shared.mlp, source)
+        self._around = [source.product(product) for product in spec.around]
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
         # int32 [1]: the number of experts that had tokens in the newest call, dead tokens left out.
         self.num_experts_read = torch.zeros(1, dtype=torch.int32, device=self._router.device)
@@ -208,18 +239,25 @@ class Moe:
         return False
 
     def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
-        stream.add_pairs(*self.pairs(stream, lora))
+        values, weights, shared = self.pairs(stream, lora)
+        if not self._around:
+            stream.add_pairs(values, weights, shared)
+            return
+        # Linear: of a rank's part of the sum a part of the output.
+        out: Tensor = self._around[1](stream.combined(values, weights), lora)
+        stream.add_output(out if shared is None else out + shared)
 
     def pairs(self, stream: Stream, lora: LoraTokens | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """What `Stream.add_pairs` adds: the outputs of the experts and their weights, and that of the shared expert, if there is
         one."""
         x = stream.normed(self._norm, self._spec.eps)
         of_router = x if self._router_norm is None else stream.normed(self._router_norm, self._spec.eps)
-        routing, gate = self._route(x, of_router, stream.live)
+        of_experts: Tensor = self._around[0](x, lora) if self._around else x
+        routing, gate = self._route(of_experts, of_router, stream.live)
         shared = None if self._shared is None else self._shared(x, lora)
         if shared is not None and self._spec.gates:
             shared = sigmoid_gated(shared, gate)
-        inner = self._gate_up.up(x, routing, self._spec.experts.gating, quantise=self._down.reads_groups)
+        inner = self._gate_up.up(of_experts, routing, self._spec.experts.gating, quantise=self._down.reads_groups)
         return self._down.down(inner, routing), routing.weights, shared
 
     def _route(self, x: Tensor, of_router: Tensor, live: Tensor | None) -> tuple[Routing, Tensor]:

@@ -118,7 +118,7 @@ class ShortConvSpec(NormedSpec, MixerSpec):
         (ring,), batch = kept.rows, pass_.batch
         # Otherwise a draft that is rejected later takes the place of an input that the next round reads.
         assert batch.commits or batch.max_q + self.width - 1 <= ring.shape[1], (batch.max_q, self.width, ring.shape)
-        rows = pass_.once(kept.key, lambda: _rows_of(batch))
+        rows = pass_.once(kept.key, lambda: rows_of(batch))
         return Inputs(ConvStore(ring=ring, rows=rows, lora=pass_.lora), SelectedTokens(pass_.lora))
 
     def build(self, source: BlockSource) -> ShortConv:
@@ -135,7 +135,8 @@ class ConvStore:
     lora: LoraTokens | None = None
 
 
-def _rows_of(batch: FlatBatch) -> ConvRows:
+def rows_of(batch: FlatBatch) -> ConvRows:
+    """The rows of a pass, as the kernel takes them."""
     return ConvRows(
         cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, slots=batch.slot_ids(), live=batch.kv_len,
         max_tokens=batch.max_q,

@@ -1,0 +1,132 @@
+"""The images of rows on the device: what a prefill pass reads in their places, and the positions of the tokens around them.
+
+An image is encoded in the first pass that computes one of its tokens, so that no more is in memory than passes read. The newest
+are kept, `most_rows` embeddings of them, for later passes and for rows with equal images.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchspec.batch.image_inputs import AxisPositions, ImageInputs
+from batchspec.batch.upload import upload
+from batchspec.records import ImagePiece, Request
+
+RowPixels = tuple[NDArray[np.uint8], ...]
+"""Of each image of a row uint8 [height, width, 3]."""
+Segments = Sequence[tuple[int, int, int]]
+"""(slot, begin, end): tokens begin .. end-1 of the row in this slot."""
+
+
+class ImageEncoder(Protocol):
+    """The part of a model that encodes images (`model/vision/`)."""
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """As `AxisPositions.sections`."""
+
+    def encode(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
+        """Of each image, uint8 [height, width, 3] of a size that the model reads, its rows [tokens, 1 + D, H]: see
+        `ImageInputs`. Does not synchronise."""
+
+
+class ImagesOnDevice:
+    """The images of the rows in R slots."""
+
+    def __init__(self, encoder: ImageEncoder, num_slots: int, device: torch.device, *, most_rows: int) -> None:
+        self._encoder, self._device, self._most_rows = encoder, device, most_rows
+        self.rope_delta = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """int64 [R] what is added to positions after the row's prompt: an image takes fewer positions than it has tokens"""
+        self._images: dict[int, tuple[ImagePiece, ...]] = {}
+        """Slot -> the images of the row that began there last. Passes of prefill alone read them, before rows are moved."""
+        self._pixels: dict[int, RowPixels] = {}
+        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+        """Digest -> rows of an encoded image, those that were used last at the end."""
+
+    def begin(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Requests enter these slots. What earlier ones left for their prefill is dropped."""
+        self._images = {slot: request.images for slot, request in zip(slots, requests, strict=True) if request.images}
+        self._pixels = {}
+        deltas = [sum(piece.advance - piece.length for piece in request.images) for request in requests]
+        self.rope_delta[upload(list(slots), torch.int64, self._device)] = upload(deltas, torch.int64, self._device)
+
+    def place(self, slot: int, pixels: RowPixels) -> None:
+        """The pixels of the row in this slot, which has begun."""
+        self._pixels[slot] = pixels
+
+    def move(self, sources: Tensor, destinations: Tensor) -> None:
+        """Rows are copied from slots int32 [N] to others."""
+        self.rope_delta[destinations.long()] = self.rope_delta[sources.long()]
+
+    def inputs(self, segments: Segments) -> tuple[AxisPositions, ImageInputs | None]:
+        """The positions of a pass over these segments, and what its tokens of images read; None if it has no such token. Encodes
+        images that were not yet."""
+        positions = [rope_positions(self._images.get(slot, ()), begin, end) for slot, begin, end in segments]
+        axes = AxisPositions(upload(np.concatenate(positions, 1), torch.int64, self._device), self._encoder.sections)
+        found = list(self._found(segments))
+        if not found:
+            return axes, None
+        rows = self._encoded([(piece, pixels) for piece, pixels, *_ in found])
+        places = np.concatenate([place + np.arange(last - first) for _, _, place, first, last in found])
+        parts = [rows[piece.digest][first:last] for piece, _, _, first, last in found]
+        self._forget()
+        return axes, ImageInputs(upload(places, torch.int64, self._device), torch.cat(parts))
+
+    def _found(self, segments: Segments) -> Iterator[tuple[ImagePiece, NDArray[np.uint8], int, int, int]]:
+        """Each image of which the pass computes tokens: its pixels, the flat index of the first of these tokens, and which of its
+        tokens they are."""
+        flat = 0
+        for slot, begin, end in segments:
+            for number, piece in enumerate(self._images.get(slot, ())):
+                first, last = max(begin, piece.begin), min(end, piece.begin + piece.length)
+                if first < last:
+                    pixels = self._pixels[slot][number]
+                    yield piece, pixels, flat + first - begin, first - piece.begin, last - piece.begin
+            flat += end - begin
+
+    def _encoded(self, images: Sequence[tuple[ImagePiece, NDArray[np.uint8]]]) -> OrderedDict[bytes, Tensor]:
+        """The rows of these images and of others."""
+        missing: dict[bytes, NDArray[np.uint8]] = {}
+        for piece, pixels in images:
+            if piece.digest in self._rows:
+                self._rows.move_to_end(piece.digest)
+            elif piece.digest not in missing:
+                missing[piece.digest] = pixels
+        if missing:
+            self._rows.update(zip(missing, self._encoder.encode([*missing.values()]), strict=True))
+        return self._rows
+
+    def _forget(self) -> None:
+        """Drop the rows that were used longest ago, while there are more than `most_rows`."""
+        count = sum(map(len, self._rows.values()))
+        while count > self._most_rows:
+            count -= len(self._rows.popitem(last=False)[1])
+
+
+def rope_positions(images: Sequence[ImagePiece], begin: int, end: int) -> NDArray[np.int64]:
+    """int64 [3, end - begin] RoPE positions (time, height, width) of tokens begin .. end-1 of a row with these images.
+
+    Text counts by one on all axes. An image at position p has p on the axis of time, p + row and p + column on the others, and
+    the text after it goes on at p + max(rows, cols). Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
+    """
+    found = np.arange(begin, end, dtype=np.int64)[None].repeat(3, 0)
+    shift = 0
+    for piece in images:
+        stop = piece.begin + piece.length
+        first, last = max(begin, piece.begin), min(end, stop)
+        if first < last:
+            own = np.arange(first, last) - piece.begin
+            found[:, first - begin : last - begin] = piece.begin + shift
+            found[1, first - begin : last - begin] += own // piece.cols
+            found[2, first - begin : last - begin] += own % piece.cols
+        shift += piece.advance - piece.length
+        if stop < end:
+            found[:, max(stop, begin) - begin :] = np.arange(max(stop, begin), end) + shift
+    return found

@@ -1,0 +1,46 @@
+"""An encoded image as RGB of the size that the model reads. What transformers does, on its PIL images: turned as EXIF says,
+transparency on white, converted to RGB, resized bicubically."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.images.header import BadImage, opened, pillow, read_header
+from batchspec.images.rule import Fit
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Rgb = NDArray[np.uint8]
+"""uint8 [height, width, 3]"""
+_WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
+"""Modes of grey in 16 bits."""
+
+
+def decode(data: bytes, fit: Fit) -> Rgb:
+    """Its first frame, uint8 [fit.height, fit.width, 3]. Raises BadImage for bytes that cannot be decoded."""
+    header = read_header(data)  # of another object: Pillow keeps the EXIF that it found first
+    with opened(data) as image:
+        turned = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+        if (turned.height, turned.width) != (header.height, header.width):
+            raise BadImage("bad_image", "EXIF after its pixels turns it; save it again, turned")
+        rgb = to_rgb(turned)
+        return np.asarray(rgb.resize((fit.width, fit.height), pillow().Resampling.BICUBIC))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image in mode RGB: transparency over white. Grey of 16 bits keeps its upper 8, as Pillow reads colours of 16 bits;
+    Pillow's own conversion makes everything above 255 white. Raises BadImage for modes without a range."""
+    if image.mode in _WIDE:
+        image = pillow().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise BadImage("bad_image", f"its pixels are numbers of 32 bits (mode {image.mode}), whose range is unknown; save 8 bits")
+    if "A" not in image.getbands() and "a" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = pillow().new("RGBA", image.size, (255, 255, 255, 255))
+    return pillow().alpha_composite(white, image).convert("RGB")  # type: ignore[no-any-return]

@@ -1,0 +1,89 @@
+"""The size of an encoded image, read from its header: no pixel is decoded. Pillow is imported at the first image."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from batchspec.errors import ConfigError, OneLine
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF")
+"""Formats that are read, as Pillow names them. Of a file with several frames the first is taken."""
+MOST_BYTES, MOST_PIXELS = 64 << 20, 89_478_485
+"""Limits on an encoded image and on its pixels, before it is decoded. The second is Pillow's own, 256 MB of RGB."""
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
+"""EXIF's tag for the turn of an image, and its values that swap width and height."""
+
+
+class BadImage(OneLine, ValueError):
+    """Why an image cannot be used. `code` is that of the error row."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header of an encoded image says. height, width: in pixels, after the turn that EXIF asks for."""
+
+    format: str
+    height: int
+    width: int
+
+
+def read_header(data: bytes) -> Header:
+    """The header of an encoded image. Raises BadImage: bad_image for bytes that are none of FORMATS, large_image beyond the
+    limits; ConfigError without Pillow."""
+    with opened(data) as image:
+        width, height = image.size
+        # A PNG's own `getexif` decodes it, to look for EXIF after the pixels. Pillow has swapped the size of a TIFF already.
+        turns = image.format != "TIFF" and pillow().Image.getexif(image).get(ORIENTATION) in SIDEWAYS
+        return Header(str(image.format), *((width, height) if turns else (height, width)))
+
+
+@contextmanager
+def opened(data: bytes) -> Iterator[Image.Image]:
+    """The image of these bytes, checked and not decoded. What Pillow raises within this block becomes BadImage."""
+    module = pillow()
+    if len(data) > MOST_BYTES:
+        raise BadImage("large_image", f"{len(data):,} bytes exceed the limit of {MOST_BYTES:,}; make the image smaller")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, and of sizes that are checked below
+            with module.open(io.BytesIO(data), formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MOST_PIXELS:
+                    raise _large(f"{width} x {height} pixels")
+                yield image
+    except BadImage:
+        raise
+    except module.DecompressionBombError as error:
+        raise _large(str(error)) from None
+    except module.UnidentifiedImageError:
+        begin = data[:8].hex(" ")
+        raise BadImage("bad_image", f"it begins with {begin or 'nothing'}; JPEG, PNG, WebP, GIF and TIFF are read") from None
+    except Exception as error:  # decoders of hostile bytes raise anything
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise BadImage("bad_image", f"Pillow cannot read it ({said}); correct it") from error
+
+
+def _large(size: str) -> BadImage:
+    return BadImage("large_image", f"{size} exceed the limit of {MOST_PIXELS:,} pixels; make the image smaller")
+
+
+def pillow() -> ModuleType:
+    """The module PIL.Image. Raises ConfigError where Pillow is not installed."""
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError:
+        raise ConfigError("images need Pillow, which is not installed; pip install 'batchspec[images]'") from None

@@ -1,0 +1,166 @@
+"""How a model's images are resized and how many tokens each takes: preprocessor_config.json of a Qwen2VLImageProcessor, which
+Qwen3-VL and Qwen3.5 have too. Source: transformers 5, models/qwen2_vl/image_processing_pil_qwen2_vl.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.checkpoint.config_values import Json
+from batchspec.console.text import as_json
+from batchspec.errors import CheckpointError
+from batchspec.images.header import BadImage
+
+IMAGE_VERSION = 1
+"""Raised with every change of pixels or tokens that images become: a job that began with another version is refused."""
+PREPROCESSOR = "preprocessor_config.json"
+MOST_ASPECT = 200
+"""Limit on the longer side divided by the shorter one."""
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_USUAL: dict[str, Any] = {
+    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
+    "rescale_factor": 1 / 255, "data_format": "channels_first", "default_to_square": False, "do_center_crop": None,
+    "do_pad": None, "pad_size": None, "crop_size": None, "input_data_format": None, "return_tensors": None, "device": None,
+    "disable_grouping": None, "image_seq_length": None,
+}
+"""Keys -> the only value with which pixels are made as here."""
+_UNREAD = ("image_processor_type", "processor_class", "feature_extractor_type", "_processor_class", "image_processor_class")
+"""Names of classes."""
+_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", "Qwen3VLImageProcessor", None)
+
+
+class Fit(NamedTuple):
+    """The size in pixels to which an image is resized."""
+
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """How images become pixels and tokens."""
+
+    patch: int
+    """Side of a patch, in pixels."""
+    merge: int
+    """Patches along each side of the square that becomes one token."""
+    frames: int
+    """Times that an image is repeated in a patch."""
+    min_pixels: int
+    max_pixels: int
+    """Range of height * width after resizing."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """[3] of red, green, blue after division by 255."""
+    placeholder: int
+    """The token in whose places embeddings of images are put."""
+
+    @property
+    def multiple(self) -> int:
+        """Both sides are multiples of it."""
+        return self.patch * self.merge
+
+    def within(self, least: int | None, most: int | None) -> ImageRule:
+        """The rule with other limits on pixels; None: the limit stays. Raises ValueError for limits that no size is within."""
+        found = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
+        if found.max_pixels < self.multiple**2:
+            raise ValueError(f"max_pixels={found.max_pixels} must be at least {self.multiple**2}, the pixels of a token")
+        if found.min_pixels > found.max_pixels:
+            raise ValueError(f"min_pixels={found.min_pixels} exceeds max_pixels={found.max_pixels}")
+        return found
+
+    def fit(self, height: int, width: int) -> Fit:
+        """The size to which an image of this size is resized. Raises BadImage for an extreme ratio of its sides."""
+        if max(height, width) / min(height, width) > MOST_ASPECT:
+            said = f"{width} x {height} pixels: one side is more than {MOST_ASPECT} times as long as the other; cut the image"
+            raise BadImage("bad_image", said)
+        unit = self.multiple
+        rows, cols = round(height / unit) * unit, round(width / unit) * unit
+        if rows * cols > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows, cols = (max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))
+        elif rows * cols < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows, cols = (math.ceil(side * grow / unit) * unit for side in (height, width))
+        return Fit(rows, cols)
+
+    def grid(self, fit: Fit) -> tuple[int, int]:
+        """Rows and columns of its tokens."""
+        return fit.height // self.multiple, fit.width // self.multiple
+
+    def digest(self, data: bytes, fit: Fit) -> bytes:
+        """16 bytes that determine the pixels: of the encoded image and of the size to which it is resized."""
+        size = fit.height.to_bytes(4, "little") + fit.width.to_bytes(4, "little")
+        return blake2b(blake2b(data, digest_size=16).digest() + size, digest_size=16).digest()
+
+    @cached_property
+    def values(self) -> NDArray[np.float32]:
+        """float32 [3, 256] what each byte of each colour becomes: divided by 255, then normalised, with transformers' steps."""
+        bytes_ = np.arange(256, dtype=np.uint8)[:, None].repeat(3, 1)
+        scaled = (bytes_.astype(np.float64) * (1 / 255)).astype(np.float32)
+        mean, std = (np.array(own, dtype=np.float32) for own in (self.mean, self.std))
+        return np.ascontiguousarray(((scaled - mean) / std).T)
+
+
+def read_rule(values: Json, where: str, *, patch: int, merge: int, frames: int, placeholder: int) -> ImageRule:
+    """The rule of a preprocessor_config.json. patch, merge, frames, placeholder: what config.json says.
+
+    Raises CheckpointError for an unknown key, a value with which pixels would be others, and what does not fit config.json.
+    """
+    rest = {key: value for key, value in values.items() if key not in _UNREAD}
+    if values.get("image_processor_type") not in _TYPES:
+        raise _refusal(where, "image_processor_type", values["image_processor_type"], "only Qwen2VLImageProcessor is supported")
+    for key, usual in _USUAL.items():
+        given = rest.pop(key, usual)
+        same = math.isclose(given, usual) if key == "rescale_factor" and isinstance(given, float) else given == usual
+        if not same and given is not None:
+            raise _refusal(where, key, given, f"only {as_json(usual)} is supported")
+    for key, own in {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}.items():
+        usual_size = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}[key]
+        if (given := rest.pop(key, usual_size)) != own:
+            raise _refusal(where, key, given, f"config.json says {own}; correct one of them")
+    low, high = _pixels(where, rest)
+    mean, std = (
+        _colours(where, key, rest.pop(key, usual)) for key, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
+    )
+    if min(std) <= 0:
+        raise _refusal(where, "image_std", list(std), "must be above 0; correct it")
+    if rest:
+        key, value = next(iter(rest.items()))
+        raise _refusal(where, key, value, "it is unknown whether it changes pixels; remove the key if it does not")
+    return ImageRule(
+        patch=patch, merge=merge, frames=frames, min_pixels=low, max_pixels=high, mean=mean, std=std, placeholder=placeholder
+    )
+
+
+def _pixels(where: str, rest: dict[str, Any]) -> tuple[int, int]:
+    """min_pixels and max_pixels, which replace the two numbers of `size`."""
+    size = rest.pop("size", None) or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    if not isinstance(size, dict) or not {*size} <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
+        raise _refusal(where, "size", size, "must be an object of shortest_edge and longest_edge; correct it")
+    found = []
+    for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        own = rest.pop(key, None)
+        value = size.get(edge, size.get(key)) if own is None else own
+        if type(value) is not int or not 1 <= value <= 2**40:
+            raise _refusal(where, f"{key} or size.{edge}", value, "must be a whole number of pixels; correct it")
+        found.append(value)
+    if found[0] > found[1]:
+        raise _refusal(where, "min_pixels", found[0], f"exceeds max_pixels={found[1]}; correct one of them")
+    return found[0], found[1]
+
+
+def _colours(where: str, key: str, value: Any) -> tuple[float, ...]:
+    if isinstance(value, list | tuple) and len(value) == 3 and all(type(one) in (int, float) for one in value):
+        return tuple(map(float, value))
+    raise _refusal(where, key, value, "must be three numbers; correct it")
+
+
+def _refusal(where: str, key: str, value: Any, why: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {key}={as_json(value)}: {why}")

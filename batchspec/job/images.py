@@ -1,0 +1,93 @@
+"""Which jobs read images, and what is not supported with them yet: each is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from batchspec.checkpoint.files import ModelFiles, stored_tensors
+from batchspec.config.no_effect import refuse_given
+from batchspec.config.schema import RunConfig
+from batchspec.data.dataset.columns import IMAGES, ColumnMap
+from batchspec.errors import ConfigError
+from batchspec.images.header import pillow
+from batchspec.model.quant.plain import Plain
+from batchspec.model.spec import ModelSpec
+from batchspec.model.vision.registry import load_eye
+from batchspec.model.weight_checks import check_tensors
+from batchspec.tasks.registry import task_of
+
+DRAFTERS = ("auto", "none", "lookup", "window")
+"""Those that read no embedding of a prompt but the target's."""
+KEYS = ("input.image_root", "input.min_pixels", "input.max_pixels")
+NO_EFFECT = "has no effect without input.columns.images or model.eye; remove the key"
+
+
+def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, ColumnMap]:
+    """The configuration and columns of a job, which say whether its prompts may have images. Raises ConfigError for prompts that
+    are no chats."""
+    column, root = columns.get(IMAGES), config.input.image_root
+    if column is None and not config.model.eye:
+        refuse_given(config, KEYS, NO_EFFECT)
+        if mapped := [name for name in ("min_pixels", "max_pixels") if columns.get(name) is not None]:
+            raise ConfigError(f"input.columns.{mapped[0]}={columns.get(mapped[0])} {NO_EFFECT}")
+        return config, columns
+    if root is not None and not Path(root).is_dir():
+        raise ConfigError(f"input.image_root={root}: no such folder on this machine; correct it, or give images as bytes")
+    why = "model.eye=true" if column is None else f"input.columns.images={column}"
+    if columns.prompt_kind == "prompt_ids" or (columns.prompt_kind == "prompt" and not config.input.chat):
+        raise ConfigError(
+            f"{why}: images are read in chats, and the prompts of this input are {columns.prompt_kind}; set input.chat=true, "
+            "give messages, or remove the key"
+        )
+    return replace(config, model=replace(config.model, eye=True)), replace(columns, has_images=True)
+
+
+def of_engine(config: RunConfig) -> RunConfig:
+    """The configuration of a warm engine: rows of its calls may have images if it names a column of them, or sets model.eye.
+    Raises ConfigError for a key that has no effect without images."""
+    if config.input.columns.get(IMAGES) is None:
+        if not config.model.eye:
+            refuse_given(config, KEYS, NO_EFFECT)
+        return config
+    return replace(config, model=replace(config.model, eye=True))
+
+
+def of_call(config: RunConfig, columns: ColumnMap) -> ColumnMap:
+    """The columns of a call of a warm engine, which say whether prompts may have images. Raises ConfigError for a column of
+    images beside prompts that are no chats."""
+    if columns.get(IMAGES) is not None:
+        return with_images(config, columns)[1]
+    return replace(columns, has_images=config.model.eye)
+
+
+def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles, device: torch.device) -> ModelSpec:
+    """The spec with the eye of the model's files, if the job has images, for this device. Raises ConfigError for what is not
+    supported with them, and CheckpointError for a model without an eye."""
+    if not config.model.eye:
+        return spec
+    pillow()
+    refused = {
+        "a GPU (set device=cpu)": device.type == "cuda",  # the same plain torch would run there, but never has
+        task_of(config).asked: not task_of(config).decodes,
+        f"draft={config.draft.name}": config.draft.name not in DRAFTERS,
+        f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
+        "cache.dtype=fp8": config.cache.dtype == "fp8",
+        "decode.deterministic=true": config.decode.deterministic,
+        f"model.quantize={config.model.quantize}": config.model.quantize is not None,
+        "a model with quantised weights": not all(isinstance(own, Plain) for own in spec.formats.all),
+    }
+    if found := [name for name, is_asked in refused.items() if is_asked]:
+        raise ConfigError(
+            f"{found[0]} is not supported with images (input.columns.images, model.eye); leave it out, or the images"
+        )
+    eye = load_eye(files.folder)
+    try:
+        eye = replace(eye, rule=eye.rule.within(config.input.min_pixels, config.input.max_pixels))
+    except ValueError as error:
+        raise ConfigError(f"input.{error}; correct it, or leave it to the model") from None
+    if config.model.load_format != "dummy":
+        check_tensors(files.where, eye, eye.own(files.where, stored_tensors(files)))
+    return replace(spec, eye=eye)

@@ -1,0 +1,71 @@
+"""What eyes are made of, in plain torch. N patches of all images of a pass, one image after another; NH heads of D numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Grid = tuple[int, int]
+"""Rows and columns of an image's patches."""
+
+
+def merge_order(grid: Grid, merge: int) -> Tensor:
+    """int64 [2, rows * cols] row and column of each patch, in the order in which patches of one token are neighbours: those of a
+    square of merge * merge row by row, and the squares row by row."""
+    rows, cols = (torch.arange(size).view(-1, merge) for size in grid)
+    shape = (len(rows), len(cols), merge, merge)
+    row, col = rows[:, None, :, None].expand(shape), cols[None, :, None, :].expand(shape)
+    return torch.stack((row.reshape(-1), col.reshape(-1)))
+
+
+def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:
+    """[n, H] fp32 or wider: the rows of a learned square grid, table [side * side, H], at the places of an image's patches,
+    bilinear between its corners. coords int64 [2, n] of `merge_order`, on the table's device."""
+    side = round(len(table) ** 0.5)
+    taps, weights = [], []
+    for at, size in zip(coords, grid, strict=True):
+        place = at.float() * (side - 1) / max(size - 1, 1)
+        below = place.floor()
+        share = place - below
+        taps.append((below.long(), (below.long() + 1).clamp(max=side - 1)))
+        weights.append((1 - share, share))
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
+    found = [
+        wide[row * side + col] * (of_row * of_col)[:, None]
+        for row, of_row in zip(taps[0], weights[0], strict=True)
+        for col, of_col in zip(taps[1], weights[1], strict=True)
+    ]
+    return torch.stack(found, 1).sum(1)
+
+
+def axial_angles(coords: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin fp32 [N, 1, dim] of a rotation by the row in the first quarter of a head, by the column in the second, and the
+    same in the other half. coords int64 [2, N]."""
+    half = dim // 2
+    freqs = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=coords.device) / half)
+    angles = coords.T[:, :, None].float() * freqs
+    angles = angles.flatten(1).repeat(1, 2)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [N, NH, D], value j turned with j + D/2, in fp32 or wider."""
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    first, second = wide.chunk(2, -1)
+    return (wide * cos + torch.cat((-second, first), -1) * sin).to(heads.dtype)
+
+
+def attend_within(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+    """Attention of each patch to those of its own image: q, k, v [N, NH, D] -> [N, NH * D].
+
+    cu_seqlens  [images + 1] where the patches of each image begin, and N
+    """
+    found = []
+    for begin, end in pairwise(cu_seqlens):
+        query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+        found.append(F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1).flatten(1))
+    return torch.cat(found)

@@ -1,0 +1,36 @@
+"""Which models have an eye that is supported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from batchspec.checkpoint.config_values import has_file, read_json, shown
+from batchspec.errors import CheckpointError
+from batchspec.images.rule import PREPROCESSOR
+from batchspec.model.vision.eye import EyeSpec
+from batchspec.model.vision.qwen3_vl import read_qwen3_vl
+
+EYES: dict[str, Callable[..., EyeSpec]] = {
+    "qwen3_vl": partial(read_qwen3_vl, sections=(24, 20, 20), deepstack=(8, 16, 24)),
+    "qwen3_5": partial(read_qwen3_vl, sections=(11, 11, 10)),
+    "qwen3_5_moe": partial(read_qwen3_vl, sections=(11, 11, 10)),
+}
+"""model_type of config.json -> what reads the shape of its eye."""
+
+
+def load_eye(folder: Path) -> EyeSpec:
+    """The eye of a model folder, as its config.json and preprocessor_config.json say. Raises CheckpointError, also for a model
+    without one that is supported."""
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in EYES:
+        raise CheckpointError(
+            f"{shown(folder)}: model_type {kind!r} has no part for images that batchspec supports; those with one are "
+            f"{', '.join(EYES)}; leave the images out (input.columns.images=null, model.eye=auto)"
+        )
+    if not has_file(folder / PREPROCESSOR):
+        raise CheckpointError(f"{shown(folder)}: no {PREPROCESSOR}, which says how images are resized; add the model's own")
+    where = shown(folder / PREPROCESSOR)
+    return EYES[kind](config, shown(folder / "config.json"), read_json(folder / PREPROCESSOR), where)

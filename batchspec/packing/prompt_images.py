@@ -1,0 +1,191 @@
+"""The images of a row's prompt: from its cells and the parts of its chat to pieces of the token ids. Bad ones raise BadRow.
+
+missing_image  an image that is null, is no file below input.image_root, or is a URL: nothing is fetched
+bad_image      bytes or base64 that are no image that is read; extreme sides
+large_image    more bytes or pixels than the limit, found before it is decoded
+image_count    images of the row's column and the places for them differ in number; a placeholder in a text
+"""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchspec.console.text import quoted
+from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
+from batchspec.errors import BadRow
+from batchspec.images.header import MOST_BYTES, BadImage, read_header
+from batchspec.images.rule import ImageRule
+from batchspec.packing.cells import number_option
+from batchspec.process.local_files import open_regular
+from batchspec.records import Ids, ImagePiece
+
+_BASE64 = ";base64,"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of a prompt and its images."""
+
+    ids: Ids
+    images: tuple[ImagePiece, ...] = ()
+
+
+@dataclass(slots=True)
+class PromptImages:
+    """Reads images by the rule of a model."""
+
+    rule: ImageRule
+    from_column: bool
+    """Whether rows have a column of images, which their chats mark."""
+    root: Path | None
+    """Folder of the images that are named by a path; None: none is."""
+
+    def rule_of(self, row: Mapping[str, Any]) -> ImageRule:
+        """The rule with the row's own limits on pixels. Raises BadRow for limits that no size is within."""
+        least, most = (number_option(name, row) for name in ("min_pixels", "max_pixels"))
+        if least is None and most is None:
+            return self.rule
+        try:
+            return self.rule.within(None if least is None else int(least), None if most is None else int(most))
+        except ValueError as error:
+            raise BadRow("bad_parameter", f"{error}; correct it or leave it null") from None
+
+    def placed(
+        self, turns: Sequence[Message], given: Sequence[Any], cell: Any, *, adds: bool
+    ) -> tuple[list[Message], list[bytes]]:
+        """The chat with a part for each image, and the encoded images in the order of these parts.
+
+        given  what each image part of the chat gives: bytes, a data URL, {bytes}, or `FromColumn`
+        cell   the row's column of images
+        adds   a chat without marks has all images of the column before the text of its only turn
+        """
+        column = [] if cell is None else list(cell) if isinstance(cell, list) else [cell]
+        turns, given = list(turns), list(given)
+        if self.from_column:
+            turns, given = _with_marks(turns, given)
+            if adds and not given:
+                turns[-1] = {**turns[-1], "content": [*(IMAGE_PART for _ in column), *_parts(turns[-1]["content"])]}
+                given = [FromColumn()] * len(column)
+        marks = sum(isinstance(one, FromColumn) for one in given)
+        if marks != len(column):
+            named = "" if self.from_column else ", or name the column: input.columns.images=COLUMN"
+            raise BadRow(
+                "image_count",
+                f"the chat has {marks} parts {{type: image}} or marks {IMAGE_MARK} for the images of the column, which are "
+                f"{len(column)}; correct the row{named}",
+            )
+        left = iter(column)
+        return turns, [
+            self._encoded(next(left) if isinstance(one, FromColumn) else one, number) for number, one in enumerate(given, 1)
+        ]
+
+    def _encoded(self, given: Any, number: int) -> bytes:
+        """The bytes of an image: of itself, of a struct {bytes, path}, of a data URL, or of a file below `root`."""
+        if isinstance(given, Mapping):
+            given = given.get("bytes") or given.get("path")
+        if isinstance(given, bytes | bytearray | memoryview):
+            return bytes(given)
+        if given is None or given == "":
+            raise BadRow("missing_image", f"image {number} is null; give its bytes, or take its part out of the chat")
+        if not isinstance(given, str):
+            raise BadRow("bad_image", f"image {number} is no bytes, struct of bytes, path or data URL; correct it")
+        return of_data_url(given, number) if given.startswith("data:") else of_file(given, self.root, number)
+
+    def expanded(self, ids: Ids, images: Sequence[bytes], row: Mapping[str, Any]) -> Prompt:
+        """The prompt in which each placeholder is as many tokens as its image takes, by the limits on pixels of this row."""
+        places = np.flatnonzero(ids == self.rule.placeholder)
+        if len(places) != len(images):
+            raise BadRow(
+                "image_count",
+                f"the prompt has {len(places)} placeholders (token {self.rule.placeholder}) for {len(images)} images; a text "
+                "must not hold the placeholder, and the chat template must write one for each image; correct the row",
+            )
+        pieces, rule = list[ImagePiece](), self.rule_of(row)
+        lengths = np.ones(len(ids), np.int64)
+        begin = shift = 0
+        for number, (place, data) in enumerate(zip(places.tolist(), images, strict=True), 1):
+            begin = place + shift
+            pieces.append(_piece(rule, data, begin, number))
+            lengths[place] = pieces[-1].length
+            shift += pieces[-1].length - 1
+        return Prompt(np.repeat(ids, lengths), tuple(pieces))
+
+
+def _piece(rule: ImageRule, data: bytes, begin: int, number: int) -> ImagePiece:
+    try:
+        header = read_header(data)
+        fit = rule.fit(header.height, header.width)
+    except BadImage as error:
+        raise BadRow(error.code, f"image {number}: {error}") from None
+    rows, cols = rule.grid(fit)
+    return ImagePiece(
+        begin=begin, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
+        digest=rule.digest(data, fit), source=data,
+    )
+
+
+def _with_marks(turns: Sequence[Message], given: Sequence[Any]) -> tuple[list[Message], list[Any]]:
+    """The chat whose users' marks are image parts, and what all image parts give, in their order."""
+    found: list[Message] = []
+    sources, left = list[Any](), iter(given)
+    for turn in turns:
+        content = turn.get("content")
+        parts = _parts(content)
+        if turn["role"] == "user" and any(IMAGE_MARK in part.get("text", "") for part in parts):
+            parts = [piece for part in parts for piece in _split(part)]
+            turn = {**turn, "content": [IMAGE_PART if part.get("type") == "mark" else part for part in parts]}
+        sources += [FromColumn() if part["type"] == "mark" else next(left) for part in parts if part["type"] in ("mark", "image")]
+        found.append(turn)
+    return found, sources
+
+
+def _parts(content: Any) -> list[Mapping[str, str]]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _split(part: Mapping[str, str]) -> list[Mapping[str, str]]:
+    if part["type"] != "text":
+        return [part]
+    found: list[Mapping[str, str]] = []
+    for number, text in enumerate(part["text"].split(IMAGE_MARK)):
+        found += [{"type": "mark"}] if number else []
+        found += [{"type": "text", "text": text}] if text else []
+    return found
+
+
+def of_data_url(url: str, number: int) -> bytes:
+    """The bytes in a data URL. number: of the image in its row, from 1, for messages."""
+    head, found, data = url.partition(_BASE64)
+    if not found or not head.startswith("data:image/"):
+        raise BadRow("bad_image", f"image {number} is a URL that begins with {quoted(url[:40])}; write data:image/png;base64,")
+    try:
+        return b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRow("bad_image", f"image {number}: its base64 is not valid ({error}); correct it") from None
+
+
+def of_file(path: str, root: Path | None, number: int) -> bytes:
+    """The bytes of a file below `root`, links followed. It is missing, and may be there later, if it cannot be read."""
+    where = f"image {number} is the file {quoted(path[:200])}"
+    if root is None or "://" in path:
+        said = "nothing is fetched from a network" if "://" in path else "input.image_root names no folder of images"
+        raise BadRow("missing_image", f"image {number} is given by the name {quoted(path[:80])}, and {said}; give its bytes")
+    try:
+        file = (root / path).resolve()
+        if not file.is_relative_to(root.resolve()):
+            raise BadRow("missing_image", f"{where}, which is outside of input.image_root={root}; correct it")
+        with open_regular(file) as opened:
+            data = opened.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise BadRow("missing_image", f"{where} of input.image_root={root}: {said}", retryable=True) from None
+    return data

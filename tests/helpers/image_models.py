@@ -1,0 +1,171 @@
+"""Tiny random models that read images, with a chat template, and pictures for them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from batchspec.draft.base import Drafter
+from batchspec.images.header import read_header
+from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.target import Target
+from batchspec.model.vision.registry import load_eye
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import ImagePiece, Request
+from tests.helpers.engines import request
+from tests.helpers.models import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tokenizer, make_wrapped
+
+if TYPE_CHECKING:
+    from batchspec.engine.loop.engine import Engine
+
+MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+"""Tokens 300, 301 and 302 of the tokenizer."""
+PAD = 301
+VOCAB = 320
+PREPROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096}, "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.3, 0.5],
+}
+TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}",
+)
+VISION: dict[str, dict[str, Any]] = {"qwen3_5": {}, "qwen3_5_moe": {}, "qwen3_vl": {"deepstack_visual_indexes": [2, 0]}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4], "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5": {
+        "hidden_size": 64, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "full_attention_interval": 2,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
+}
+
+
+SHAPES["qwen3_5_moe"] = SHAPES["qwen3_5"] | {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
+}
+
+
+def make_image_model(folder: Path, kind: str = "qwen3_5", *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A random model of this kind with its tokenizer, chat template and preprocessor_config.json."""
+    vision: dict[str, Any] = {
+        "depth": 3, "num_heads": 2, "hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 64,
+        "num_position_embeddings": 25, "initializer_range": 0.2,
+        "patch_size": 4, **VISION[kind],
+    }
+    text = {**SHAPES[kind], "max_position_embeddings": 1024}
+    ids: dict[str, Any] = {"image_token_id": PAD, "video_token_id": 303, "vision_start_token_id": 300, "vision_end_token_id": 302}
+    make_wrapped(folder, kind, text, vision=vision, vocab=VOCAB, seed=seed, dtype=dtype, **ids)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    return add_marks(folder)
+
+
+def add_marks(folder: Path) -> Path:
+    """A tokenizer of 300 tokens with the marks of images, and a chat template that writes them."""
+    from tokenizers import AddedToken, Tokenizer
+
+    make_tokenizer(folder, vocab=300, chat_template=TEMPLATE)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in MARKS])
+    assert tokenizer.token_to_id(MARKS[1]) == PAD, SPECIAL_TOKENS
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def picture(height: int, width: int, seed: int = 0, *, format: str = "PNG") -> bytes:
+    """An encoded picture of noise."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    out = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(out, format)
+    return out.getvalue()
+
+
+def image_target(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
+    """The model of a folder with its eye."""
+    spec = replace(load_spec(folder), eye=load_eye(folder))
+    return Target.load(folder, spec, dtype=dtype, device=torch.device("cpu"))
+
+
+def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, cap: int, seed: int = 0, **more: Any) -> Request:
+    """A request of these parts: numbers are lengths of random texts, bytes are encoded pictures."""
+    assert spec.eye is not None
+    rule, rng = spec.eye.rule, np.random.default_rng(seed)
+    ids, pieces = list[int](), list[ImagePiece]()
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(3, 299, part).tolist()
+            continue
+        header = read_header(part)
+        fit = rule.fit(header.height, header.width)
+        rows, cols = rule.grid(fit)
+        pieces.append(
+            ImagePiece(
+                begin=len(ids), length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
+                digest=rule.digest(part, fit), source=part,
+            )
+        )
+        ids += [PAD] * (rows * cols)
+    return replace(request(index, ids, cap=cap, **more), images=tuple(pieces))
+
+
+def image_engine(target: Target, drafter: Drafter, batch: PackedBatch, *, kept_images: int = 64, **more: Any) -> Engine:
+    from batchspec.engine.features import RowFeatures
+    from batchspec.engine.loop.engine import Engine
+
+    features = RowFeatures(eye=target.eye, kept_images=kept_images, **more)
+    batch = replace(batch, num_verified=max(batch.num_verified, drafter.shape.num_verified))
+    return Engine(target, drafter, batch, device=target.device, features=features)
+
+
+def inputs_of(folder: Path, ids: Sequence[int], images: Sequence[bytes]) -> dict[str, torch.Tensor]:
+    """What transformers' model reads for a prompt, whose placeholders are expanded, and its encoded images."""
+    from PIL import Image
+    from transformers import Qwen2VLImageProcessorPil
+
+    row = torch.tensor([list(ids)])
+    found = {"input_ids": row, "mm_token_type_ids": (row == PAD).int()}
+    if images:
+        processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        found |= processor([Image.open(io.BytesIO(one)) for one in images], return_tensors="pt")
+    return found
+
+
+def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a folder."""
+    from transformers import AutoModelForImageTextToText
+
+    auto: Any = AutoModelForImageTextToText
+    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def generated(model: Any, folder: Path, ids: Sequence[int], images: Sequence[bytes], count: int) -> list[int]:
+    """transformers' greedy tokens after a prompt. After one that ends with an image its `generate` (5.24) takes new tokens for
+    parts of the image, so there each token is that of a forward pass over all tokens, up to the first placeholder."""
+    if ids[-1] == PAD:
+        known = list(ids)
+        while len(known) < len(ids) + count and (len(known) == len(ids) or known[-1] != PAD):
+            known.append(int(model(**inputs_of(folder, known, images)).logits[0, -1].argmax()))
+        return known[len(ids) :]
+    inputs = inputs_of(folder, ids, images)
+    row = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return row[0, len(ids) :].tolist()  # type: ignore[no-any-return]

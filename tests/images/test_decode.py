@@ -1,0 +1,159 @@
+"""Pixels are those of transformers' processor on Pillow's images, for every mode, format and turn; hostile bytes are refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from PIL.ImageFile import ImageFile
+from transformers import Qwen2VLImageProcessorPil
+
+from batchspec.images.decode import decode
+from batchspec.images.header import MOST_BYTES, BadImage, read_header
+from batchspec.images.pixels import MOST_KEPT, Pixels
+from batchspec.images.rule import Fit
+from batchspec.model.vision.blocks import merge_order
+from batchspec.records import ImagePiece
+from tests.helpers.image_models import PREPROCESSOR, picture
+from tests.images.test_rule import rule
+
+OWN = rule(4)
+THEIRS = Qwen2VLImageProcessorPil(**{key: value for key, value in PREPROCESSOR.items() if key != "image_processor_type"})
+FORMATS = {
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"), "JPEG": ("L", "RGB", "CMYK"), "WEBP": ("RGB", "RGBA"), "GIF": ("L", "P", "RGBA"),
+    "TIFF": ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"),
+}
+
+
+def made(mode: str, format: str, height: int, width: int, seed: int, turn: int = 1) -> bytes:
+    rng = np.random.default_rng(seed)
+    image = Image.fromarray(rng.integers(0, 256, (height, width, 4), dtype=np.uint8), "RGBA")
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    out = io.BytesIO()
+    more: dict[str, Any] = {"GIF": {}, "WEBP": {"exif": exif, "lossless": True}}.get(format, {"exif": exif})
+    image.convert(mode).save(out, format, **more)
+    return out.getvalue()
+
+
+def theirs(data: bytes) -> Any:
+    return THEIRS([ImageOps.exif_transpose(Image.open(io.BytesIO(data)))], return_tensors="pt")["pixel_values"]
+
+
+def ours(data: bytes) -> torch.Tensor:
+    """Patches [N, 3 * 2 * 4 * 4] in the order of merged squares."""
+    header = read_header(data)
+    fit = OWN.fit(header.height, header.width)
+    pixels = decode(data, fit)
+    values = OWN.values[np.arange(3), pixels]  # [H, W, 3]
+    rows, cols = merge_order((fit.height // 4, fit.width // 4), 2).numpy()
+    cells = values.reshape(fit.height // 4, 4, fit.width // 4, 4, 3).transpose(0, 2, 4, 1, 3)[rows, cols]
+    return torch.from_numpy(cells[:, :, None].repeat(2, 2).reshape(len(cells), -1))
+
+
+@settings(max_examples=120)
+@given(st.data(), st.integers(1, 90), st.integers(1, 90), st.integers(0, 99), st.integers(1, 8))
+def test_pixels_are_those_of_transformers_bit_for_bit(data: Any, height: int, width: int, seed: int, turn: int) -> None:
+    format = data.draw(st.sampled_from(sorted(FORMATS)))
+    encoded = made(data.draw(st.sampled_from(FORMATS[format])), format, height, width, seed, turn)
+    assert torch.equal(ours(encoded), theirs(encoded))
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_a_header_has_the_size_after_the_turn_of_exif(format: str, turn: int) -> None:
+    data = made("RGB", format, 20, 30, 0, turn)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert read_header(data) == (type(read_header(data)))(format, turned.height, turned.width)
+    assert (turned.height < turned.width) == (turn < 5)
+
+
+def test_a_header_is_read_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [made("RGB", format, 8, 8, 0) for format in ("JPEG", "PNG", "TIFF")]
+
+    def refuse(self: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ImageFile, "load", refuse)
+    assert [read_header(data).height for data in files] == [8, 8, 8]
+
+
+def test_grey_of_sixteen_bits_keeps_its_upper_eight() -> None:
+    values = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
+    out = io.BytesIO()
+    Image.fromarray(values).save(out, "PNG")
+    assert (decode(out.getvalue(), Fit(32, 32)) == (values >> 8).astype(np.uint8)[..., None]).all()
+
+
+def test_exif_after_the_pixels_of_a_png_does_not_turn_them_silently() -> None:
+    data = made("RGB", "PNG", 8, 12, 0, 6)
+    begin = data.index(b"eXIf") - 4
+    end = begin + 12 + struct.unpack(">I", data[begin : begin + 4])[0]
+    moved = data[:begin] + data[end:-12] + data[begin:end] + data[-12:]
+    with pytest.raises(BadImage, match="EXIF after its pixels"):
+        decode(moved, Fit(8, 12))
+
+
+def png(width: int, height: int) -> bytes:
+    """The header of a PNG of this size, without pixels."""
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    begin = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body
+    return begin + struct.pack(">I", zlib.crc32(body)) + struct.pack(">I", 5) + b"IDAT"
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "said"),
+    [
+        (b"", "bad_image", "begins with nothing"), (b"hello world", "bad_image", "begins with 68 65 6c 6c 6f"),
+        (picture(9, 9, format="BMP"), "bad_image", "begins with 42 4d"),
+        (png(20000, 20000), "large_image", "pixels"), (png(10000, 9000), "large_image", "10000 x 9000 pixels exceed the limit"),
+        (bytes(MOST_BYTES + 1), "large_image", "bytes exceed the limit"),
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_usable_image_are_refused_before_they_are_decoded(data: bytes, code: str, said: str) -> None:
+    with pytest.raises(BadImage, match=said) as caught:
+        read_header(data)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "TIFF"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_cut_image_is_refused_or_decoded_whole(format: str) -> None:
+    """Whatever the header says, no pixel of a cut file is made up."""
+    data = picture(40, 40, format=format)
+    for end in range(len(data) // 8, len(data) * 7 // 8, len(data) // 8):
+        with pytest.raises(BadImage) as caught:
+            decode(data[:end], Fit(40, 40))
+        assert caught.value.code == "bad_image"
+
+
+def test_numbers_of_32_bits_are_refused() -> None:
+    out = io.BytesIO()
+    Image.fromarray(np.ones((4, 4), np.float32)).save(out, "TIFF")
+    with pytest.raises(BadImage, match="mode F"):
+        decode(out.getvalue(), Fit(4, 4))
+
+
+def test_the_newest_pixels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchspec.images.pixels.MOST_KEPT", 2 * 3 * 8 * 8)
+    assert MOST_KEPT > 3 * 8 * 8
+    pieces = [
+        ImagePiece(begin=0, length=1, rows=1, cols=1, height=8, width=8, digest=bytes([seed]), source=picture(8, 8, seed))
+        for seed in range(3)
+    ]
+    pixels = Pixels()
+    first = pixels.of(pieces[0])
+    assert pixels.of(pieces[0]) is first
+    pixels.of(pieces[1])
+    pixels.of(pieces[0])
+    pixels.of(pieces[2])  # the second is dropped
+    assert pixels.of(pieces[0]) is first
+    assert (pixels.of(pieces[1]) == decode(pieces[1].source, Fit(8, 8))).all()

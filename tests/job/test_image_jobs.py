@@ -1,0 +1,426 @@
+"""Whole jobs over rows with images: the tokens of transformers, every form of input, error rows, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import batchspec
+from batchspec import cli, run
+from batchspec.config.compose import compose
+from batchspec.config.train_schema import UNREAD
+from batchspec.errors import CheckpointError, ConfigError, InputError
+from batchspec.images.header import MOST_PIXELS
+from batchspec.job.prepare import open_job
+from batchspec.job.runner.identity import job_fingerprint
+from batchspec.kernels.common.card import assumed
+from batchspec.tuning.cards import known_card
+from tests.helpers.image_models import PAD, add_marks, generated, make_image_model, picture, theirs
+from tests.helpers.models import make_checkpoint
+from tests.helpers.runs import run_apart, signalled_after_commits
+from tests.images.test_decode import png
+from tests.model.test_lora import make_adapter, products
+
+Rows = list[dict[str, Any]]
+A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
+ONE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+URL = pa.struct([("url", pa.string())])
+PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", pa.binary()), ("image_url", URL)])
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model(tmp_path_factory.mktemp("models") / request.param, request.param, seed=3)
+
+
+@pytest.fixture(scope="module")
+def vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model(tmp_path_factory.mktemp("models") / "vl", "qwen3_vl", seed=3)
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def words(model: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={model}", f"input.path={folder}/in.parquet", f"output.dir={folder}/out", "model.dtype=float32",
+        "output.prompt_ids=true", "output.token_ids=true", "decode.ignore_eos=true", "input.max_error_fraction=1",
+        "decode.max_new_tokens=20",
+        *more,
+    ]
+
+
+def written(folder: Path) -> Rows:
+    return pl.read_parquet(folder / "out/data").sort("row_index").to_dicts()
+
+
+def done(model: Path, folder: Path, rows: Rows, *more: str, schema: pa.Schema | None = None) -> Rows:
+    """The output of a job over these rows."""
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "in.parquet")
+    assert run.main(words(model, folder, *more)) == 0
+    return written(folder)
+
+
+def code_of(row: dict[str, Any]) -> tuple[str, str]:
+    return (row["error"]["code"], row["error"]["message"]) if row["error"] else ("", "")
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+def test_the_tokens_of_a_job_are_those_of_transformers(draft: str, model: Path, tmp_path: Path) -> None:
+    column = "input.columns={images:images}"
+    rows: Rows = [
+        {"messages": user("no picture"), "images": None}, {"messages": user("<image>What is this?"), "images": [A]},
+        {"messages": user("One<image>two<image>\n<image>"), "images": [B, A, C]},
+        {"messages": user("It is <image>"), "images": [C]},
+        {"messages": [*user("<image>"), {"role": "assistant", "content": "yes"}, *user("And <image>?")], "images": [A, B]},
+    ]
+    workers = "input.num_workers=2" if draft == "lookup" else "input.num_workers=0"  # rows come from processes of their own
+    found = done(model, tmp_path, rows, f"draft={draft}", "decode.max_new_tokens=64", column, workers)
+    if draft == "lookup" and model.name == "qwen3_vl":  # recurrent layers refuse it
+        keys = ("draft=window", "draft.window=64", "decode.max_new_tokens=64", column, "output.overwrite=true")
+        assert [row["token_ids"] for row in done(model, tmp_path, rows, *keys)] == [row["token_ids"] for row in found]
+    reference = theirs(model)
+    for row, out in zip(rows, found, strict=True):
+        assert out["error"] is None
+        assert out["token_ids"] == generated(reference, model, out["prompt_ids"], row["images"] or [], 64)
+        assert out["usage"]["image_tokens"] == out["prompt_ids"].count(PAD)
+        assert len(out["image_digest"] or "") == 32 * len(row["images"] or [])
+    assert "images" not in found[0]
+    assert found[1]["messages"][0]["content"] == "<image>What is this?"
+
+
+@pytest.mark.second
+def test_every_form_of_an_image_gives_the_same_tokens(vl: Path, tmp_path: Path) -> None:
+    """Bytes, the hub's struct, lists of them, data URLs; marks, parts {type: image}, parts with data; samples of a row."""
+    cap, text = "decode.max_new_tokens=12", [{"type": "text", "text": "What is this?"}]
+    column = "input.columns={images:images}"
+    forms: list[tuple[Any, pa.DataType]] = [
+        (A, pa.binary()), ([A], pa.list_(pa.large_binary())), ({"bytes": A, "path": "a.png"}, ONE),
+        ([{"bytes": A, "path": None}], pa.list_(ONE)), (url(A), pa.string()),
+    ]
+    answers = []
+    for place, (cell, kind) in enumerate(forms):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        parts = user("<image>What is this?") if place % 2 else user([{"type": "image"}, *text])
+        turn = pa.struct([("role", pa.string()), ("content", pa.string() if place % 2 else pa.list_(PART))])
+        schema = pa.schema([("messages", pa.list_(turn)), ("images", kind)])
+        answers += done(vl, folder, [{"messages": parts, "images": cell}], cap, column, schema=schema)
+    inline = [
+        user([{"type": "image_url", "image_url": {"url": url(A)}}, *text]), user([{"type": "image", "image": url(A)}, *text]),
+    ]
+    (tmp_path / "json").mkdir()
+    answers += done(vl, tmp_path / "json", [{"messages": json.dumps(one)} for one in inline], cap, "model.eye=true", "decode.n=1")
+    (tmp_path / "plain").mkdir()
+    keys = ("input.columns={images:pic}", "input.chat=true")
+    answers += done(vl, tmp_path / "plain", [{"prompt": "What is this?", "pic": A}], cap, *keys)
+    assert len(answers) == 8
+    assert len({tuple(one["token_ids"]) for one in answers}) == 1
+    assert len({tuple(one["prompt_ids"]) for one in answers}) == 1
+    assert all(one["error"] is None for one in answers)
+
+
+BAD: tuple[tuple[str, Any, Any, str, str], ...] = (
+    ("marks", user("<image> <image>"), [A], "image_count", "2 parts .* of the column, which are 1"),
+    ("no mark", user("hello"), [A], "image_count", "0 parts .* of the column, which are 1"),
+    ("no image", user("<image>"), None, "image_count", "1 parts .* of the column, which are 0"),
+    ("null", user("<image>"), [None], "missing_image", "image 1 is null"),
+    ("name", user("<image>"), ["cats/1.png"], "missing_image", "'cats/1.png', and input.image_root names no folder"),
+    ("url", user("<image>"), ["https://x.org/1.png"], "missing_image", "nothing is fetched from a network"),
+    ("base64", user("<image>"), ["data:image/png;base64,!!"], "bad_image", "base64 is not valid"),
+    ("text", user("<image>"), ["data:text/plain;base64,aGk="], "bad_image", "is a URL that begins with"),
+    ("format", user("<image>"), [url(b"hello")], "bad_image", "begins with 68 65 6c 6c 6f"),
+    ("large", user("<image>"), [url(png(20000, 9000))], "large_image", f"exceed the limit of {MOST_PIXELS:,}"),
+    ("aspect", user("<image>"), [url(picture(1, 300))], "bad_image", "more than 200 times as long"),
+    ("cut", user("<image>"), [url(A[:-200])], "bad_image", "image 1 of 1: Pillow cannot read it .image file is truncated"),
+    ("placeholder", user("a <|image_pad|>"), [], "image_count", "1 placeholders .* for 0 images"),
+    ("long", user("<image>" + "word " * 900), [url(A)], "too_long", "tokens of text and 24 of images .* no image is cut"),
+    ("system", [{"role": "system", "content": "x <image>"}, *user("hi <image>")], [url(A)], "", ""),
+    ("video", user([{"type": "video", "video": "a.mp4"}]), None, "bad_messages", "a part of type 'video'"),
+    (
+        "assistant", [*user("a"), {"role": "assistant", "content": [{"type": "image"}]}, *user("b")], None, "bad_messages",
+        "type 'image'",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("overlong", ["error", "truncate"])
+def test_each_bad_image_costs_its_row_alone_and_says_why(overlong: str, vl: Path, tmp_path: Path) -> None:
+    cells = [given for _, _, given, *_ in BAD]
+    images = [None if cell is None else [url(one) if isinstance(one, bytes) else one for one in cell] for cell in cells]
+    rows = [
+        {"id": name, "messages": json.dumps(messages), "images": own}
+        for (name, messages, *_), own in zip(BAD, images, strict=True)
+    ]
+    found = done(vl, tmp_path, rows, "decode.max_new_tokens=4", "input.columns={images:images}", f"input.on_overlong={overlong}")
+    for (name, _, _, code, said), row in zip(BAD, found, strict=True):
+        own, message = code_of(row)
+        assert own == code, (name, message)
+        assert pl.Series([message]).str.contains(said).item(), (name, message)
+        assert message == "" or f"row {row['row_index']} (id '{name}')" in message or name == "cut"
+
+
+@pytest.mark.second
+def test_samples_and_options_of_rows_work_beside_images(vl: Path, tmp_path: Path) -> None:
+    rows: Rows = [
+        {"messages": user("<image>Go"), "images": A, "n": 3, "regex": None},
+        {"messages": user("<image>Go"), "images": B, "n": 1, "regex": "[a-c]{5}"},
+    ]
+    found = done(
+        vl, tmp_path, rows, "decode.max_new_tokens=12", "input.columns={images:images,regex:regex}", "decode=sampled",
+        "decode.ignore_eos=false", "output.logprobs=2",
+    )
+    assert [row["sample_index"] for row in found if row["row_index"] == 0] == [0, 1, 2]
+    assert [row["error"] for row in found] == [None] * 4
+    assert set(found[3]["completion"]) <= set("abc")
+    assert len(found[3]["completion"]) == 5
+    assert found[1]["usage"]["cached_tokens"] + found[2]["usage"]["cached_tokens"] > 16
+
+
+ROW = {"messages": user("<image>"), "images": A}
+
+
+def refused(model: Path, folder: Path, *more: str, row: dict[str, Any] = ROW) -> str:
+    pq.write_table(pa.Table.from_pylist([row]), folder / "in.parquet")
+    with pytest.raises((ConfigError, CheckpointError, InputError)) as caught:
+        open_job(compose(words(model, folder, *more)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "cache.dtype=fp8", "decode.deterministic=true", "model.quantize=fp8", "draft=eagle3", "draft=mtp",
+        "cluster.tensor_parallel=2", "task=embed", "decode.score=prompts",
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path, tmp_path: Path) -> None:
+    embeds = ["decode.max_new_tokens=1024", "decode.ignore_eos=false"]
+    more = {"draft=eagle3": ["draft.path=x"], "task=embed": embeds, "decode.score=prompts": embeds}.get(key, [])
+    assert f"{key} is not supported with images" in refused(vl, tmp_path, key, *more, "input.columns={images:images}")
+
+
+@pytest.mark.second
+def test_images_are_files_below_a_folder_and_a_missing_one_may_come_later(vl: Path, tmp_path: Path) -> None:
+    root = tmp_path / "pictures"
+    (root / "deep").mkdir(parents=True)
+    (root / "deep/a.png").write_bytes(A)
+    (root / "out.png").symlink_to(tmp_path / "in.parquet")
+    (root / "folder.png").mkdir()
+    names = ["deep/a.png", str(root / "deep/a.png"), "b.png", "../in.parquet", "out.png", "folder.png", "https://x.org/a.png"]
+    rows = [{"messages": user("<image>Go"), "images": {"bytes": None, "path": name}} for name in names]
+    keys = ["input.columns={images:images}", f"input.image_root={root}", "decode.max_new_tokens=12"]
+    found = done(vl, tmp_path, rows, *keys)
+    codes = [(row["error"]["code"], row["error"]["retryable"]) if row["error"] else None for row in found]
+    assert codes == [None, None, *[("missing_image", True)], *[("missing_image", False)] * 2, ("missing_image", True), codes[-1]]
+    assert codes[-1] == ("missing_image", False)
+    assert found[0]["token_ids"] == found[1]["token_ids"]
+    assert found[0]["image_digest"] == found[1]["image_digest"]
+    (root / "b.png").write_bytes(A)
+    assert run.main(words(vl, tmp_path, *keys, "resume=error")) == 0
+    again = {row["row_index"]: row for path in (tmp_path / "out/data").glob("*") for row in pl.read_parquet(path).to_dicts()}
+    assert again[2]["token_ids"] == found[0]["token_ids"]
+
+
+@pytest.mark.second
+def test_limits_on_pixels_of_the_job_and_of_a_row_change_tokens_as_the_processor_of_transformers_does(
+    vl: Path, tmp_path: Path
+) -> None:
+    rows = [{"messages": user("<image>"), "images": C, "most": most} for most in (None, 512, 128, 10)]
+    keys = ["input.columns={images:images,max_pixels:most}", "input.max_pixels=1024", "decode.max_new_tokens=9"]
+    found = done(vl, tmp_path, rows, *keys)
+    assert code_of(found[3])[0] == "bad_parameter"
+    assert "max_pixels=10 must be at least 64" in code_of(found[3])[1]
+    reference = theirs(vl)
+    for row, most in zip(found, (1024, 512, 128), strict=False):
+        copy = tmp_path / f"model{most}"
+        shutil.copytree(vl, copy)
+        values = json.loads((copy / "preprocessor_config.json").read_text())
+        values["size"]["longest_edge"] = most
+        (copy / "preprocessor_config.json").write_text(json.dumps(values))
+        assert row["prompt_ids"].count(PAD) <= most // 64
+        assert row["token_ids"] == generated(reference, copy, row["prompt_ids"], [C], 9)
+    prints = [
+        job_fingerprint(open_job(compose(words(vl, tmp_path, "input.columns={images:images}", *more))))["model.eye"]
+        for more in ([], ["input.max_pixels=640"], ["input.min_pixels=100"], ["input.max_pixels=4096"])
+    ]
+    assert [one == prints[0] for one in prints] == [True, False, False, True]
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("how", ["resume", "resume=length"])
+def test_tokens_that_were_saved_for_another_image_end_the_run(
+    how: str, vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The file behind a path has changed since: the rows that are continued would answer about two images."""
+    (tmp_path / "a.png").write_bytes(A)
+    rows = [{"id": f"q{i}", "messages": user(f"<image>{i}"), "images": "a.png"} for i in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    keys = ["input.columns={images:images}", f"input.image_root={tmp_path}", "output.shard_rows=3", "packing.max_num_seqs=4"]
+    cut = words(vl, tmp_path, *keys, "decode.max_new_tokens=12")
+    if how == "resume":
+        code, said = run_apart(cut, tmp_path / "log", partial(signalled_after_commits, 1, signal.SIGTERM))
+        assert code != 0, said
+    else:
+        assert run.main(cut) == 0
+    (tmp_path / "a.png").write_bytes(B)
+    capfd.readouterr()
+    assert run.main(cut if how == "resume" else words(vl, tmp_path, *keys, "decode.max_new_tokens=20", how)) == 2
+    assert "has other images now than when its tokens were saved" in capfd.readouterr().err
+
+
+def test_a_gpu_is_refused_until_the_encoder_has_run_on_one(vl: Path, tmp_path: Path) -> None:
+    with assumed(known_card("H200").card):
+        assert "a GPU (set device=cpu) is not supported with images" in refused(vl, tmp_path, "input.columns={images:images}")
+
+
+def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Path, tmp_path: Path) -> None:
+    plain = {"prompt": "a", "images": A}
+    assert "images are read in chats" in refused(vl, tmp_path, "input.columns={images:images}", row=plain)
+    assert "images are read in chats" in refused(vl, tmp_path, "model.eye=true", row={"prompt_ids": [1, 2]})
+    assert "no such folder" in refused(vl, tmp_path, "input.columns={images:images}", f"input.image_root={tmp_path}/none")
+    assert "input.max_pixels=9 has no effect without" in refused(vl, tmp_path, "input.max_pixels=9", row={"prompt": "a"})
+    columns = "input.columns={max_pixels:most}"
+    assert "max_pixels=most has no effect" in refused(vl, tmp_path, columns, row={"prompt": "a", "most": 9})
+    said = refused(vl, tmp_path, "input.columns={images:images}", "input.max_pixels=9")
+    assert "input.max_pixels=9 must be at least 64" in said
+    assert "has no effect without" in refused(vl, tmp_path, f"input.image_root={tmp_path}", row={"prompt": "a"})
+    llama = add_marks(make_checkpoint(tmp_path / "llama", "llama"))
+    assert "no part for images" in refused(llama, tmp_path, "input.columns={images:images}")
+    said = refused(vl, tmp_path, "input.columns={images:images}", row={**ROW, "images": 3})
+    assert "allowed: bytes, struct<bytes, path>" in said
+
+
+def test_without_an_eye_rows_are_what_they_were(vl: Path, tmp_path: Path) -> None:
+    """A column `images` that is not named is copied, and a part that is an image is an error of its row."""
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "in.parquet")
+    job = open_job(compose(words(vl, tmp_path)))
+    assert job.spec.eye is None
+    assert not job.columns.has_images
+    assert "model.eye" not in job_fingerprint(job)
+    assert "images" in job.admission.schema_of(job.source.schema, job.columns, job.config.output).names
+    own = open_job(compose(words(vl, tmp_path, "input.columns={images:images}")))
+    assert "model.eye" in job_fingerprint(own)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stopped_job_goes_on_and_continues_cut_answers_and_verify_finds_no_difference(
+    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In float64. The rows that were in slots when the run was told to stop go on from their tokens, with their images."""
+    model = make_image_model(tmp_path / "model", "qwen3_5", seed=3, dtype=torch.float64)
+    rows = [{"id": f"q{i}", "messages": user(f"<image>{i} and <image>"), "images": [A, (B, C)[i % 2]]} for i in range(12)]
+    (tmp_path / "plain").mkdir()
+    keys = ["input.columns={images:images}", "model.dtype=float64", "output.shard_rows=3", "draft=lookup"]
+    keys.append("decode.max_new_tokens=24")
+    plain = done(model, tmp_path / "plain", rows, *keys)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    short = words(model, tmp_path, *keys, "packing.max_num_seqs=4", "decode.max_new_tokens=12")
+    code, said = run_apart(short, tmp_path / "log", partial(signalled_after_commits, 1, number))
+    assert code != 0, said
+    assert run.main(short) == 0
+    assert [row["token_ids"] for row in written(tmp_path)] == [row["token_ids"][:12] for row in plain]
+    assert run.main(words(model, tmp_path, *keys, "resume=length")) == 0
+    capfd.readouterr()
+    assert cli.main(["verify", f"{tmp_path}/out"]) == 0
+    assert re.search(r"12 completions decoded again .* 0 differ", capfd.readouterr().out)
+    again = pl.concat([pl.read_parquet(path) for path in (tmp_path / "out").rglob("*.parquet")], how="diagonal_relaxed")
+    assert {tuple(row) for row in again["token_ids"]} >= {tuple(row["token_ids"]) for row in plain}
+
+
+@pytest.mark.second
+def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_eye_are_refused(vl: Path, tmp_path: Path) -> None:
+    """Merged, as in the weights of transformers' model, and for the rows that name it."""
+    own = make_adapter(tmp_path / "own", vl, ["q_proj", "down_proj"])
+    reference, delta = theirs(vl), products(own, dict.fromkeys(("q_proj", "down_proj"), 2.0))
+    with torch.no_grad():
+        for name, change in delta.items():
+            weight = reference.get_submodule(name).weight
+            weight += change.float()
+    rows = [{"messages": user("<image>Go"), "images": one, "adapter": "a" if one is A else None} for one in (A, B)]
+    keys = ["input.columns={images:images,adapter:null}", "decode.max_new_tokens=16"]
+    merged = done(vl, tmp_path, rows, *keys, f"model.adapter={own}")
+    base = done(vl, tmp_path, rows, *keys, "output.overwrite=true")
+    of_rows = ["input.columns={images:images}", keys[1], f"model.adapters={{a: {own}}}", "output.overwrite=true"]
+    named = done(vl, tmp_path, rows, *of_rows)
+    for row, image in zip(merged, (A, B), strict=True):
+        assert row["token_ids"] == generated(reference, vl, row["prompt_ids"], [image], 16)
+    assert [row["token_ids"] for row in named] == [merged[0]["token_ids"], base[1]["token_ids"]]
+    assert merged[0]["token_ids"] != base[0]["token_ids"]
+    of_eye = make_adapter(tmp_path / "eye", vl, ["q_proj", "linear_fc1"])
+    said = refused(vl, tmp_path, "input.columns={images:images}", f"model.adapter={of_eye}")
+    assert "adapters of what encodes images are not supported: merge" in said
+    assert open_job(compose(words(vl, tmp_path, f"model.adapter={of_eye}"))).spec.eye is None
+
+
+def test_plan_counts_images_and_their_tokens(vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": user("<image> and <image>"), "images": [A, C]}, {"messages": user("none"), "images": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    keys = [word for word in words(vl, tmp_path, "input.columns={images:images}") if not word.startswith("output.dir")]
+    assert cli.main(["plan", *keys]) == 0
+    assert re.search(r"\nimages       2, 39 tokens on average, \d+% of all prompt tokens\n", capfd.readouterr().out)
+
+
+def test_training_reads_no_images() -> None:
+    assert "model.eye" in UNREAD
+
+
+@pytest.mark.second
+def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> None:
+    keys = [f"model.path={vl}", "model.dtype=float32", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
+    keys += ["output.token_ids=true", "input.columns={images:images}"]
+    rows = [{"messages": user("<image>Go"), "images": one} for one in (A, B, A)]
+    plain = [{"messages": user("Go")}]
+    tables = [batchspec.generate(data, overrides=keys).to_dicts() for data in (rows, pl.DataFrame(rows))]
+    tokens = [[row["token_ids"] for row in table] for table in tables]
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] == tokens[0][2]
+    assert tokens[0][0] != tokens[0][1]
+    alone = batchspec.generate(plain, overrides=keys[:-1])["token_ids"].to_list()
+    with batchspec.Engine(overrides=keys) as engine:
+        for _ in range(2):
+            found = engine.generate(rows)
+            assert found["token_ids"].to_list() == tokens[0]
+            assert engine.generate([{**plain[0], "images": None}])["token_ids"].to_list() == alone
+        assert found.schema == engine.generate(pl.DataFrame(rows).clear()).schema
+        streamed = {one.row_index: one.token_ids.tolist() for one in engine.stream(rows) if one.token_ids is not None}
+        assert [streamed[place] for place in range(3)] == tokens[0]
+        with pytest.raises(ConfigError, match="conversations are not supported with images"):
+            engine.converse(rows, lambda turn: None)
+        with pytest.raises(ConfigError, match="load_weights replaces the language model alone"):
+            engine.load_weights(vl)
+    with pytest.raises(ConfigError, match=r"input\.max_pixels=640 has no effect without"):
+        batchspec.Engine(overrides=[*keys[:-1], "input.max_pixels=640"])
+    with batchspec.Engine(overrides=keys[:-1]) as engine:
+        assert "image_digest" not in engine.generate(plain).columns
+
+
+@pytest.mark.second
+def test_chats_with_data_urls_need_model_eye_in_a_warm_engine(vl: Path) -> None:
+    keys = [f"model.path={vl}", "model.dtype=float32", "decode.max_new_tokens=8"]
+    rows = [{"messages": json.dumps(user([{"type": "image_url", "image_url": {"url": url(A)}}]))}]
+    for more, code in (([], "bad_messages"), (["model.eye=true"], None)):
+        with batchspec.Engine(overrides=[*keys, *more]) as engine:
+            (row,) = engine.generate(rows).to_dicts()
+        assert (row["error"] and row["error"]["code"]) == code

@@ -1,0 +1,144 @@
+"""Eyes against transformers: what an image is encoded to, positions of rows with images, and keys that are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+from batchspec.batch.images import rope_positions
+from batchspec.errors import CheckpointError
+from batchspec.images.decode import decode
+from batchspec.images.header import read_header
+from batchspec.model.vision import qwen3_vl
+from batchspec.model.vision.eye import EyeSpec
+from batchspec.model.vision.registry import load_eye
+from batchspec.model.weights import Checkpoint
+from batchspec.records import ImagePiece
+from tests.helpers.image_models import make_image_model, picture, theirs
+
+CPU = torch.device("cpu")
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (8, 120))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+def built(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[EyeSpec, Any]:
+    spec = load_eye(folder)
+    with Checkpoint(folder, spec, dtype=dtype, device=CPU) as weights:
+        return spec, spec.build(weights)
+
+
+def pixels(spec: EyeSpec, data: bytes) -> np.ndarray[Any, Any]:
+    header = read_header(data)
+    return decode(data, spec.rule.fit(header.height, header.width))
+
+
+@pytest.mark.parametrize("most", [qwen3_vl.MOST_PATCHES, 100])
+def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone or with others; the deepstack of Qwen3-VL too."""
+    monkeypatch.setattr(qwen3_vl, "MOST_PATCHES", most)
+    spec, eye = built(folder)
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    model, processor = theirs(folder), cast(Any, Qwen2VLImageProcessorPil.from_pretrained(folder))
+    inputs = processor([Image.open(io.BytesIO(one)) for one in images], return_tensors="pt")
+    with torch.no_grad():
+        encoded = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    expected = torch.stack([encoded.pooler_output, *(getattr(encoded, "deepstack_features", None) or [])], 1)
+    found = eye.encode([pixels(spec, one) for one in images])
+    assert [len(own) for own in found] == [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
+    assert expected.shape[1] == (3 if folder.name == "qwen3_vl" else 1)
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(eye.encode([pixels(spec, images[0])])[0], found[0], atol=1e-5, rtol=0)
+
+
+def test_the_tensors_of_an_eye_are_those_that_transformers_saves(folder: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if name.startswith("model.visual.")]  # noqa: SIM118
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    assert {f"model.visual.{tensor.name}": tensor.shape for tensor in load_eye(folder).tensors()} == stored
+    assert load_eye(folder).weight_bytes(torch.float32) == sum(4 * int(np.prod(shape)) for shape in stored.values())
+
+
+class _Rope:
+    """What `get_rope_index` reads of a model."""
+
+    class config:
+        class vision_config:
+            spatial_merge_size = 2
+
+    get_vision_position_ids = Qwen3VLModel.get_vision_position_ids
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(1, 12) | st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7), st.data())
+def test_positions_are_those_of_transformers_wherever_a_prompt_is_cut(layout: list[Any], data: Any) -> None:
+    """Numbers are lengths of texts, pairs are grids of images. Transformers takes images without a text between them for one."""
+    parts: list[Any] = []
+    for part in layout:
+        parts += [1, part] if parts and isinstance(part, tuple) and isinstance(parts[-1], tuple) else [part]
+    pieces, kinds, begin = list[ImagePiece](), list[int](), 0
+    of_size = partial(ImagePiece, height=0, width=0, digest=b"", source=b"")
+    for part in parts:
+        length = part if isinstance(part, int) else part[0] * part[1]
+        if not isinstance(part, int):
+            pieces.append(of_size(begin=begin, length=length, rows=part[0], cols=part[1]))
+        kinds += [int(not isinstance(part, int))] * length
+        begin += length
+    grids = torch.tensor([[1, 2 * piece.rows, 2 * piece.cols] for piece in pieces])
+    index: Any = Qwen3VLModel.get_rope_index
+    expected, delta = index(
+        _Rope(), torch.zeros(1, begin, dtype=torch.long), mm_token_type_ids=torch.tensor([kinds]), image_grid_thw=grids
+    )
+    cut = data.draw(st.integers(0, begin))
+    found = np.concatenate([rope_positions(pieces, 0, cut), rope_positions(pieces, cut, begin)], 1)
+    assert found.tolist() == expected[:, 0].tolist()
+    assert sum(piece.advance - piece.length for piece in pieces) == int(delta)
+    assert rope_positions(pieces, begin + 3, begin + 5)[2].tolist() == [begin + 3 + int(delta), begin + 4 + int(delta)]
+
+
+@pytest.mark.parametrize(
+    ("part", "keys", "said"),
+    [
+        ("vision_config", {"hidden_act": "relu"}, "hidden_act"), ("vision_config", {"in_channels": 1}, "in_channels"),
+        ("vision_config", {"num_heads": 5}, "num_heads=5 does not divide"),
+        ("vision_config", {"window_size": 112}, "window_size=112 is unknown"),
+        ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the hidden_size"),
+        ("vision_config", {"num_position_embeddings": 26}, "a square"), ("vision_config", {"depth": 0}, "depth"),
+        ("vision_config", {"deepstack_visual_indexes": [9]}, "different layers of the eye"),
+        ("", {"image_token_id": 9999}, "image_token_id=9999 is outside"), ("", {"model_type": "gemma3"}, "no part for images"),
+    ],
+)  # fmt: skip
+def test_a_key_that_changes_what_an_eye_computes_is_refused(
+    part: str, keys: Any, said: str, folder: Path, tmp_path: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (config[part] if part else config).update(keys)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text((folder / "preprocessor_config.json").read_text())
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_eye(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_preprocessor_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"no preprocessor_config\.json"):
+        load_eye(tmp_path)
