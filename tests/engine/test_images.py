@@ -16,6 +16,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features import images
 from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.model.target import Target
 from batchspec.packing.equal_rows import answer_key
 from batchspec.packing.order import order_requests
@@ -222,6 +223,48 @@ def test_a_cut_image_fails_its_row_and_no_other(models: Path) -> None:
     assert (error.code, error.retryable) == ("bad_image", False)
     assert error.message.startswith("image 1 of 1: Pillow cannot read it")
     assert sum(one.error is None for one in done.values()) == len(requests) - 1
+
+
+def cut_in_half(one: Request) -> Request:
+    """The row with the first half of its only image."""
+    (piece,) = one.images
+    return replace(one, images=(replace(piece, source=piece.source[: len(piece.source) // 2]),))
+
+
+@pytest.mark.parametrize("pattern", ["1", "01", "11", "10", "011", "110"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_rows_with_a_cut_image_complete_wherever_they_stand(slots: int, pattern: str, models: Path) -> None:
+    """1: a row with a cut image. No row may be in a slot when the last rows that wait turn out bad."""
+    target = image_target(models / "qwen3_vl")
+    rows = [image_request(i, target.spec, (3, picture(30, 50, i)), cap=3) for i in range(len(pattern))]
+    requests = [cut_in_half(one) if bad == "1" else one for one, bad in zip(rows, pattern, strict=True)]
+    found = list(image_engine(target, NoDrafter(), replace(BATCH, num_slots=slots, row_buckets=(slots,))).run(requests))
+    codes = {one.row_index: "" if one.error is None else one.error.code for one in found}
+    assert codes == {i: "bad_image" if bad == "1" else "" for i, bad in enumerate(pattern)}
+    assert len(found) == len(pattern)
+
+
+def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that waits for something else has none, and a row whose pixels are made still enters within the limit."""
+    target = image_target(models / "qwen3_vl")
+    requests = [image_request(i, target.spec, (3, picture(30, 50, i)), cap=2) for i in range(4)]
+    own = images.RowImages()
+    rows = [RequestState.of(one, 0) for one in requests]
+    assert all(map(own.ready, rows[:3]))
+    assert own._made is not None
+    assert own._made[0] is rows[2]
+    rows[2].slot = 0
+    own.enter(rows[2])
+    assert own.ready(rows[1])
+    rows[3].slot = 1
+    own.enter(rows[3])  # it goes on in its slot
+    monkeypatch.setattr(images, "MOST_BYTES", 1)
+    assert not own.ready(rows[1])
+    assert [slot for slot, _ in own.take_commands().images] == [0]
+    assert own.ready(rows[1])
+    engine = image_engine(target, NoDrafter(), BATCH, num_top=1)
+    *_, last = engine.features.begin(engine._current.slots, engine.pools)
+    assert isinstance(last, images.RowImages)
 
 
 def test_a_slot_that_had_an_image_has_the_positions_of_its_next_row(models: Path) -> None:

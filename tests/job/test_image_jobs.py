@@ -180,6 +180,20 @@ def test_each_bad_image_costs_its_row_alone_and_says_why(overlong: str, vl: Path
 
 
 @pytest.mark.second
+@pytest.mark.parametrize("pattern", ["1", "01", "011"])
+def test_jobs_whose_last_rows_have_cut_images_end(pattern: str, vl: Path, tmp_path: Path) -> None:
+    """1: a row with a cut image, which is found when it is about to enter a slot; the one slot is free by then."""
+    rows = [{"messages": user("<image>"), "images": A[:-200] if bad == "1" else A} for bad in pattern]
+    keys = ["input.columns={images:images}", "decode.max_new_tokens=4"]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    assert (run.main(words(vl, tmp_path, *keys, "packing.max_num_seqs=1")) == 0) == ("0" in pattern)
+    found = written(tmp_path)
+    assert [code_of(row)[0] for row in found] == ["bad_image" if bad == "1" else "" for bad in pattern]
+    with batchspec.Engine(overrides=[f"model.path={vl}", "model.dtype=float32", *keys]) as engine:
+        assert [code_of(row)[0] for row in engine.generate(rows).to_dicts()] == [code_of(row)[0] for row in found]
+
+
+@pytest.mark.second
 def test_samples_and_options_of_rows_work_beside_images(vl: Path, tmp_path: Path) -> None:
     rows: Rows = [
         {"messages": user("<image>Go"), "images": A, "n": 3, "regex": None},

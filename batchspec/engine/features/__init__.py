@@ -88,8 +88,6 @@ class RowFeatures(Features):
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)
         stops = StopStrings(self._decode_of)
         features: list[RowFeature] = [ThinkingBudgets(), stops, RepetitionStop()]
-        if self.eye is not None:
-            features.append(RowImages())
         self.lazy = None
         if check is not None and self.capacity is not None:
             features.append(FiniteConstraints(check, self.capacity))
@@ -99,6 +97,8 @@ class RowFeatures(Features):
         features.append(Texts(self.decode, self.symbols, stops, check, self.call_parser, defers=self.defers_text))
         if self.num_top is not None:
             features.append(Logprobs(slots, self.num_top))
+        if self.eye is not None:  # last: pixels are made of rows that wait for nothing else
+            features.append(RowImages())
         return tuple(features)
 
     def _decode_of(self, request: Request) -> Decode | None:

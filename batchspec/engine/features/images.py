@@ -24,8 +24,8 @@ class RowImages(RowFeature):
     def __init__(self) -> None:
         self._pixels = Pixels()
         self._failed: list[RequestState] = []
-        self._made: dict[RequestState, tuple[Rgb, ...]] = {}
-        """Rows that are ready and have not entered."""
+        self._made: tuple[RequestState, tuple[Rgb, ...]] | None = None
+        """The row that was ready last and has not entered: of others that could not enter pixels are made again."""
         self._entered: list[tuple[int, tuple[Rgb, ...]]] = []
         """Slot and pixels of each row that has entered since the last commands."""
         self._entered_bytes = 0
@@ -35,12 +35,14 @@ class RowImages(RowFeature):
 
     def ready(self, state: RequestState) -> bool:
         """Whether its pixels are made; of a row that needs a slot they are made here."""
-        if state.slot >= 0 or state.finish_reason is not None or state in self._made:
+        if state.slot >= 0 or state.finish_reason is not None:
             return True
         images = state.request.images
         if self._entered and self._entered_bytes + sum(3 * one.height * one.width for one in images) > MOST_BYTES:
             return False
-        made: list[Rgb] = []
+        if self._made is not None and self._made[0] is state:
+            return True
+        self._made, made = None, list[Rgb]()
         for number, piece in enumerate(images, 1):
             try:
                 made.append(self._pixels.of(piece))
@@ -49,19 +51,20 @@ class RowImages(RowFeature):
                 state.fail(RowError(code=error.code, stage="decode", message=message, retryable=False))
                 self._failed.append(state)
                 return False
-        self._made[state] = tuple(made)
+        self._made = (state, tuple(made))
         return True
 
     def enter(self, state: RequestState) -> None:
         """A row that was preempted enters again: its pixels are made again, unless they are kept."""
-        pixels = self._made.pop(state, None)
-        if pixels is None:  # it goes on in its slot
+        if self._made is None or self._made[0] is not state:  # it goes on in its slot
             return
+        (_, pixels), self._made = self._made, None
         self._entered.append((state.slot, pixels))
         self._entered_bytes += sum(one.nbytes for one in pixels)
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
-        self._made.pop(state, None)
+        if self._made is not None and self._made[0] is state:
+            self._made = None
         return done
 
     def poll(self) -> Iterable[RequestState]:

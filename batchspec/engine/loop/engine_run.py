@@ -196,8 +196,9 @@ class EngineRun:
         """Whether nothing is left to do."""
         if self.requests.any_ended or self.scheduler.unread:
             return False
-        # `is_exhausted` takes requests from the stream: of these some may have ended already.
-        return stopping or (not self.slots.num_live and self._allocator.is_exhausted() and not self.requests.any_ended)
+        # `is_exhausted` takes requests from the stream: of these some may have ended already. A row that a feature has failed
+        # waits no more, and ends in the next step.
+        return stopping or (not self.slots.num_live and self._allocator.is_exhausted() and not self.requests.any_left)
 
     def unfinished(self) -> list[Snapshot]:
         """Snapshots of all requests that another run may continue: see `OpenRequests.snapshots`."""

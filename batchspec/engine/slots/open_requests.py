@@ -71,6 +71,11 @@ class OpenRequests:
         """Whether a request has ended and has no completion."""
         return bool(self._ended)
 
+    @property
+    def any_left(self) -> bool:
+        """Whether a request is open and its completion was not taken: it waits, is in a slot, or has ended."""
+        return len(self._open) > len(self._taken)
+
     def take_completions(self) -> list[Completion]:
         """Those of the requests that have ended and wait for no feature, once each. They stay open until `handed_out`."""
         ready, waiting = list[Ended](), list[Ended]()
