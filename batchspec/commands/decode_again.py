@@ -29,6 +29,7 @@ from batchspec.engine.prefill.passes import flat_batch
 from batchspec.engine.rounds.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
+from batchspec.images.pixels import Pixels
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.prepare import Job, open_job, survey_first
 from batchspec.job.report.progress_bar import ProgressBar
@@ -206,6 +207,8 @@ def _rises(engine: Engine, request: Request, output: list[int]) -> Tensor:
     pages = RowPages(engine.pools.groups.num_groups)
     engine.pools.grow(pages, -(-count // PAGE_SIZE))
     rows.begin([0], [request], [output])
+    if rows.images is not None:
+        rows.images.place(0, tuple(map(Pixels().of, request.images)))
     rows.grant([(0, 0, pages.columns())])
     batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], PAGE_SIZE)
     hidden, _ = engine.executor.round.target.forward(batch, engine.executor.cache)

@@ -31,6 +31,7 @@ from tests.helpers.image_models import PAD, add_marks, generated, make_image_mod
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
 from tests.images.test_decode import png
+from tests.job.test_job import rewrite
 from tests.model.test_lora import make_adapter, products
 
 Rows = list[dict[str, Any]]
@@ -361,6 +362,26 @@ def test_a_stopped_job_goes_on_and_continues_cut_answers_and_verify_finds_no_dif
     assert re.search(r"12 completions decoded again .* 0 differ", capfd.readouterr().out)
     again = pl.concat([pl.read_parquet(path) for path in (tmp_path / "out").rglob("*.parquet")], how="diagonal_relaxed")
     assert {tuple(row) for row in again["token_ids"]} >= {tuple(row["token_ids"]) for row in plain}
+
+
+@pytest.mark.second
+def test_verify_says_how_far_a_false_token_of_a_row_with_images_is_from_the_right_one(
+    vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": "q0", "messages": user("<image>Go"), "images": A}]
+    (row,) = done(vl, tmp_path, rows, "input.columns={images:images}", "output.logprobs=2", "decode.max_new_tokens=6")
+    best, second = row["top_logprobs"][3]
+
+    def second_likeliest(ids: list[Any]) -> None:
+        assert ids[0][3] == best["id"]
+        ids[0][3] = second["id"]
+
+    rewrite(tmp_path / "out", "token_ids", second_likeliest)
+    capfd.readouterr()
+    assert cli.main(["verify", f"{tmp_path}/out", "--rows", "0"]) == 1
+    found = re.search(r"score gap there ([0-9.e-]+) \(median\)", said := capfd.readouterr().out)
+    assert found, said
+    assert float(found[1]) == pytest.approx(best["logprob"] - second["logprob"], rel=0.02)
 
 
 @pytest.mark.second
