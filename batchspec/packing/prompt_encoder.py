@@ -62,7 +62,8 @@ class PromptEncoder:
             return Prompt(self._of_parts(prompt, max_prompt_tokens))
         images: list[bytes] = []
         if self.images is None and row.get(IMAGES) is not None:
-            raise BadRow("no_eye", "the row has images, and the part of the model that encodes them is not loaded; drop the row")
+            said = "the row has images, and nothing is loaded that encodes images; set model.eye=true, or drop the row"
+            raise BadRow("no_eye", said)
         ids = self._ids(prompt, row, max_prompt_tokens, images)
         found = Prompt(ids) if self.images is None else self.images.expanded(ids, images, row)
         if len(found.ids) <= max_prompt_tokens:
@@ -146,7 +147,7 @@ class PromptEncoder:
         try:
             turns = read_chat(messages, system, final, usual_system, given)
         except BadChat as error:
-            raise BadRow("bad_messages", str(error)) from None
+            raise BadRow(error.code, str(error)) from None
         if self.images is not None and given is not None:
             turns, found = self.images.placed(turns, given, cell, adds=isinstance(prompt, str))
             images += found

@@ -412,7 +412,7 @@ def test_json_text_columns_are_read_as_what_they_hold(tmp_path: Path) -> None:
         ("x", "message 1 is text, not an object"),
         (calls({}, tool_calls="{"), "tool_calls that are text, and it is not JSON"),
         (calls({}, tool_calls=[1]), "tool_calls that are not a list of objects"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "a part of type 'image_url'"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "a part of type 'input_audio'"),
         ({"from": "narrator", "value": "x"}, "is from 'narrator'"),
         (calls({}), "the chat ends with tool calls"),
     ],

@@ -221,7 +221,7 @@ def test_a_cut_image_fails_its_row_and_no_other(models: Path) -> None:
     error = done["r1"].error
     assert error is not None
     assert (error.code, error.retryable) == ("bad_image", False)
-    assert error.message.startswith("image 1 of 1: Pillow cannot read it")
+    assert error.message.startswith("row 1 (id 'r1'): image 1 of 1: Pillow cannot read it")
     assert sum(one.error is None for one in done.values()) == len(requests) - 1
 
 

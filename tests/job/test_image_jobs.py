@@ -26,6 +26,7 @@ from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.kernels.common.card import assumed
+from batchspec.records import Completion
 from batchspec.tuning.cards import known_card
 from tests.helpers.image_models import PAD, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
@@ -155,11 +156,21 @@ BAD: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("placeholder", user("a <|image_pad|>"), [], "image_count", "1 placeholders .* for 0 images"),
     ("long", user("<image>" + "word " * 900), [url(A)], "too_long", "tokens of text and 24 of images .* no image is cut"),
     ("system", [{"role": "system", "content": "x <image>"}, *user("hi <image>")], [url(A)], "", ""),
-    ("video", user([{"type": "video", "video": "a.mp4"}]), None, "bad_messages", "a part of type 'video'"),
+    ("video", user([{"type": "video", "video": "a.mp4"}]), None, "bad_messages", "type 'video', and batchspec takes texts"),
     (
         "assistant", [*user("a"), {"role": "assistant", "content": [{"type": "image"}]}, *user("b")], None, "bad_messages",
-        "type 'image'",
+        "type 'image' with role 'assistant', and images are read of the roles user and tool",
     ),
+    *(
+        (f"{kind} {key}", user([{"type": kind, **given, key: value}]), [A], "bad_messages", f"has {key}=.* no effect; give")
+        for kind, given, key, value in (
+            ("image", {}, "url", "https://x.org/1.png"), ("image", {}, "path", "a.png"),
+            ("image", {"image": url(B)}, "max_pixels", 64), ("image", {}, "resized_height", 64), ("image", {}, "image_url", {"url": url(B)}), ("image_url", {}, "image", url(B)),
+        )
+    ),
+    ("detail", user([{"type": "image_url", "image_url": {"url": url(A), "detail": "low"}}]), [], "bad_messages", "detail='low'"),
+    ("auto", user([{"type": "image_url", "image_url": {"url": url(A), "detail": "auto"}}]), [], "", ""),
+    ("both", user([{"text": "hi", "image": url(A)}]), [], "bad_messages", "part of type 'None'"),
 )  # fmt: skip
 
 
@@ -177,7 +188,7 @@ def test_each_bad_image_costs_its_row_alone_and_says_why(overlong: str, vl: Path
         own, message = code_of(row)
         assert own == code, (name, message)
         assert pl.Series([message]).str.contains(said).item(), (name, message)
-        assert message == "" or f"row {row['row_index']} (id '{name}')" in message or name == "cut"
+        assert message == "" or f"row {row['row_index']} (id '{name}')" in message
 
 
 @pytest.mark.second
@@ -327,7 +338,7 @@ def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Pat
 
 
 def test_without_an_eye_rows_are_what_they_were(vl: Path, tmp_path: Path) -> None:
-    """A column `images` that is not named is copied, and a part that is an image is an error of its row."""
+    """A column `images` that is not named is copied, and a part that is an image is an error of its row: no_eye."""
     pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "in.parquet")
     job = open_job(compose(words(vl, tmp_path)))
     assert job.spec.eye is None
@@ -336,6 +347,14 @@ def test_without_an_eye_rows_are_what_they_were(vl: Path, tmp_path: Path) -> Non
     assert "images" in job.admission.schema_of(job.source.schema, job.columns, job.config.output).names
     own = open_job(compose(words(vl, tmp_path, "input.columns={images:images}")))
     assert "model.eye" in job_fingerprint(own)
+    parts = [{"type": "image_url", "image_url": {"url": url(A)}}, {"type": "text", "text": "Go"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": json.dumps(user(parts))}]), tmp_path / "in.parquet")
+    job = open_job(compose(words(vl, tmp_path)))
+    (refused,) = job.admission.admit(next(job.source.shards(job.layout, set())))
+    assert isinstance(refused, Completion)
+    assert refused.error is not None
+    assert refused.error.code == "no_eye"
+    assert "'image_url', and nothing is loaded that encodes images; set model.eye=true" in refused.error.message
 
 
 @pytest.mark.second
@@ -455,7 +474,7 @@ def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> 
 def test_chats_with_data_urls_need_model_eye_in_a_warm_engine(vl: Path) -> None:
     keys = [f"model.path={vl}", "model.dtype=float32", "decode.max_new_tokens=8"]
     rows = [{"messages": json.dumps(user([{"type": "image_url", "image_url": {"url": url(A)}}]))}]
-    for more, code in (([], "bad_messages"), (["model.eye=true"], None)):
+    for more, code in (([], "no_eye"), (["model.eye=true"], None)):
         with batchspec.Engine(overrides=[*keys, *more]) as engine:
             (row,) = engine.generate(rows).to_dicts()
         assert (row["error"] and row["error"]["code"]) == code

@@ -54,6 +54,14 @@ class FromColumn:
 class BadChat(OneLine, ValueError):
     """What is wrong with a chat, in one line."""
 
+    code = "bad_messages"
+
+
+class NoEye(BadChat):
+    """The chat has an image, and nothing reads images."""
+
+    code = "no_eye"
+
 
 def read_chat(
     prompt: Any, system: str | None = None, final: str = "error", usual_system: str | None = None,
@@ -66,7 +74,7 @@ def read_chat(
     final   error: refuse a chat that ends with the assistant's turn; drop: leave that turn out; continue, or COMPLETE:
             keep it
     images  what the parts of images give is appended, in their order: bytes, text, a struct, or `FromColumn`; each part is then
-            IMAGE_PART. None: a part that is no text is refused
+            IMAGE_PART. None: nothing reads images (NoEye)
     """
     turns = [_turn(place, message, images) for place, message in enumerate(prompt)]
     begins = turns[0]["role"] if turns else ""
@@ -95,7 +103,7 @@ def read_chat(
 
 def with_user_turn(chat: Sequence[Any], text: str) -> list[Any]:
     """The chat and the user's next turn. Raises BadChat unless the chat ends with an answer."""
-    last = _turn(len(chat) - 1, chat[-1])
+    last = _turn(len(chat) - 1, chat[-1], [])
     if last["role"] != "assistant" or last.get("tool_calls"):
         ends = "tool calls" if last["role"] == "assistant" else f"a turn of role {last['role']}"
         raise BadChat(f"the chat ends with {ends}, and input.prompt adds a user turn after an answer; correct it or drop the row")
@@ -140,7 +148,7 @@ def _turn(place: int, message: Any, images: list[Any] | None = None) -> Message:
     if content is None and not (calls or any(field in turn for field in THOUGHT_FIELDS)):
         raise BadChat(f"message {place} has content None, which must be text; correct it or drop the row")
     if content is not None:
-        turn["content"] = _content(place, content, images if role in ("user", "tool") else None)
+        turn["content"] = _content(place, content, role, images)
     elif not calls or "content" in message:
         turn["content"] = None if calls else ""
     return turn
@@ -154,35 +162,56 @@ def _from_sharegpt(place: int, message: Mapping[str, Any]) -> Message:
     return {"role": role, "content": message.get("value")}
 
 
-def _content(place: int, content: Any, images: list[Any] | None) -> str | list[dict[str, str]]:
+def _content(place: int, content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, str]]:
     """Text as it is; OpenAI's list of text parts as one without other fields, or as text if it has at most one part. images: as
     in `read_chat`."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            parts = [{"type": "text", "text": str(text)} for text in texts]
-            return parts if len(parts) > 1 else "".join(map(str, texts))
-        if images is not None and all(text is not None or _is_image(part) for part, text in zip(content, texts, strict=True)):
-            images += [_given(part) for part, text in zip(content, texts, strict=True) if text is None]
-            return [{"type": "text", "text": str(text)} if isinstance(text, str) else dict(IMAGE_PART) for text in texts]
-        other = next(part for part, text in zip(content, texts, strict=True) if not isinstance(text, str))
-        kind = other.get("type") if isinstance(other, dict) else called(other)
-        raise BadChat(f"message {place} holds a part of type {str(kind)[:40]!r}, and batchspec takes text alone; drop the row")
+        texts = [_text(part) for part in content]
+        found = [_image(place, part, role, images) for part, text in zip(content, texts, strict=True) if text is None]
+        if images is not None:
+            images += found
+        parts = [dict(IMAGE_PART) if text is None else {"type": "text", "text": text} for text in texts]
+        return parts if len(parts) > 1 or found else "".join(text or "" for text in texts)
     raise BadChat(f"message {place} has content that is {called(content)}, which must be text; correct it or drop the row")
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _OF_IMAGES
+def _text(part: Any) -> str | None:
+    """The text of a part; None if it is no text, or gives an image too."""
+    if not isinstance(part, dict) or part.get("type", "text") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) and all(part.get(key) in _EMPTY for key in _OF_IMAGES) else None
 
 
-def _given(part: Mapping[str, Any]) -> Any:
-    """What a part of an image gives."""
-    found = part.get(part["type"])
-    if part["type"] == "image_url":
-        return found.get("url") if isinstance(found, dict) else found
-    return FromColumn() if found is None else found
+def _image(place: int, part: Any, role: str, images: list[Any] | None) -> Any:
+    """What a part that is no text gives, which must be an image. Raises BadChat, also for a key that would have no effect."""
+    kind = part.get("type") if isinstance(part, dict) else called(part)
+    where = f"message {place} holds a part of type {str(kind)[:40]!r}"
+    if not isinstance(part, dict) or kind not in _OF_IMAGES:
+        raise BadChat(f"{where}, and batchspec takes texts and images alone; drop the row")
+    if role not in ("user", "tool"):
+        raise BadChat(f"{where} with role {role[:40]!r}, and images are read of the roles user and tool alone; drop the row")
+    if images is None:
+        raise NoEye(f"{where}, and nothing is loaded that encodes images; set model.eye=true, or drop the row")
+    found = part.get(kind)
+    _refuse_other(where, part, ("type", kind))
+    if kind == "image":
+        return FromColumn() if found is None else found
+    if isinstance(found, dict):
+        _refuse_other(f"{where} whose image_url", found, ("url",) if found.get("detail") != "auto" else ("url", "detail"))
+        return found.get("url")
+    return found
+
+
+def _refuse_other(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises BadChat for a key with a value that is not known."""
+    if other := [key for key, value in values.items() if key not in known and value not in _EMPTY]:
+        raise BadChat(
+            f"{where} has {str(other[0])[:40]}={str(values[other[0]])[:40]!r}, which would have no effect; give the image by the "
+            "key that type names, limits on its pixels by the columns min_pixels and max_pixels, and leave other keys out"
+        )
 
 
 def _tool_calls(place: int, calls: Any) -> list[Any]:

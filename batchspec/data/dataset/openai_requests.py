@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.data.dataset.json_text import parse
-from batchspec.data.dataset.messages import BadChat, Message, read_chat
+from batchspec.data.dataset.messages import BadChat, Message, NoEye, read_chat
 from batchspec.data.dataset.openai_keys import (
     ADDS_ANSWER,
     COLUMNS,
@@ -215,6 +215,10 @@ def _messages(turns: Any) -> list[Message]:
             )
     try:
         return read_chat([_only_read(turn) for turn in turns], final="continue")
+    except NoEye:
+        raise BadRequest(
+            "body.messages have an image, which is not read of batch requests; write the chats in a column messages"
+        ) from None
     except BadChat as error:
         raise BadRequest(f"body.messages: {error}") from None
 

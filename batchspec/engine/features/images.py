@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from batchspec.batch.row_commands import RowCommands
+from batchspec.console.text import quoted
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.images.decode import Rgb
@@ -47,7 +48,8 @@ class RowImages(RowFeature):
             try:
                 made.append(self._pixels.of(piece))
             except BadImage as error:
-                message = f"image {number} of {len(images)}: {error}"
+                row = f"row {state.request.row_index} (id {quoted(state.request.request_id)})"
+                message = f"{row}: image {number} of {len(images)}: {error}"
                 state.fail(RowError(code=error.code, stage="decode", message=message, retryable=False))
                 self._failed.append(state)
                 return False
