@@ -119,7 +119,7 @@ def read_rule(values: Json, where: str, *, patch: int, merge: int, frames: int, 
     for key, usual in _USUAL.items():
         given = rest.pop(key, usual)
         same = math.isclose(given, usual) if key == "rescale_factor" and isinstance(given, float) else given == usual
-        if not same and given is not None:
+        if not same:
             raise _refusal(where, key, given, f"only {as_json(usual)} is supported")
     for key, own in {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}.items():
         usual_size = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchspec.config.schema import TEMPLATE_DATE, InputConfig
 from batchspec.console.text import quoted
 from batchspec.data.dataset.columns import IMAGES, ColumnMap
-from batchspec.data.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, read_chat
+from batchspec.data.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, Message, read_chat
 from batchspec.data.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
 from batchspec.errors import BadRow, CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.packing.cells import NOT_WHOLE, json_cell
@@ -81,19 +81,18 @@ class PromptEncoder:
         if self.columns.prompt_kind == "prompt_ids":
             return self._checked_ids(prompt)
         chat = self.is_chat
-        system, tools = row.get("system"), json_cell(row, "tools", list)
-        final, kwargs = row.get("final_assistant"), json_cell(row, "template_kwargs", dict) or {}
-        if not chat and (tools or kwargs or (system, final) != (None, None)):
+        tools, final = json_cell(row, "tools", list), row.get("final_assistant")
+        kwargs = json_cell(row, "template_kwargs", dict) or {}
+        if not chat and (tools or kwargs or (row.get("system"), final) != (None, None)):
             raise BadRow("bad_parameter", _OF_CHATS)
         if final not in (None, *FINAL):
             said = f"final_assistant={quoted(final)} must be one of {', '.join(FINAL)}; correct it or leave it null"
             raise BadRow("bad_parameter", said)
+        final = final or self.input.final_assistant
+        turns = self._turns(prompt, row, final, images) if chat else []
         with _refused_as("chat template" if chat else "tokenizer"):
             ids = (
-                self._encode_chat(
-                    prompt, system, row.get(USUAL_SYSTEM, self.input.system), tools, kwargs, max_prompt_tokens,
-                    final or self.input.final_assistant, row.get(IMAGES), images,
-                )
+                self._encode_chat(turns, tools, kwargs, max_prompt_tokens, complete=final == COMPLETE)
                 if chat
                 else self._encode_text(prompt, max_prompt_tokens)
             )
@@ -137,22 +136,26 @@ class PromptEncoder:
         except LongText as error:
             raise self._too_long(str(error), max_prompt_tokens) from None
 
-    def _encode_chat(
-        self, prompt: Any, system: str | None, usual_system: str | None, tools: Any, kwargs: dict[str, Any],
-        max_prompt_tokens: int, final: str, cell: Any, images: list[bytes],
-    ) -> list[int]:
-        assert self.tokenizer is not None
+    def _turns(self, prompt: Any, row: Mapping[str, Any], final: str, images: list[bytes]) -> list[Message]:
+        """The row's chat. images: as in `_ids`."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         given: list[Any] | None = None if self.images is None else []
-        try:
-            turns = read_chat(messages, system, final, usual_system, given)
-        except BadChat as error:
-            raise BadRow(error.code, str(error)) from None
-        if self.images is not None and given is not None:
-            turns, found = self.images.placed(turns, given, cell, adds=isinstance(prompt, str))
-            images += found
+        with _refused_as("chat template"):
+            try:
+                turns = read_chat(messages, row.get("system"), final, row.get(USUAL_SYSTEM, self.input.system), given)
+            except BadChat as error:
+                raise BadRow(error.code, str(error)) from None
+        if self.images is None or given is None:
+            return turns
+        turns, found = self.images.placed(turns, given, row.get(IMAGES), adds=isinstance(prompt, str))
+        images += found
+        return turns
+
+    def _encode_chat(
+        self, turns: Sequence[Message], tools: Any, kwargs: dict[str, Any], max_prompt_tokens: int, *, complete: bool
+    ) -> list[int]:
+        assert self.tokenizer is not None
         self._check_variables(kwargs)
-        complete = final == COMPLETE
         ends = {GENERATION_PROMPT: False} if complete and self.tokenizer.reads(GENERATION_PROMPT) else {}
         try:
             return self.tokenizer.encode_chat(

@@ -48,10 +48,14 @@ class PromptImages:
     """Folder of the images that are named by a path; None: none is."""
 
     def rule_of(self, row: Mapping[str, Any]) -> ImageRule:
-        """The rule with the row's own limits on pixels. Raises BadRow for limits that no size is within."""
+        """The rule with the row's own limits on pixels. Raises BadRow for limits that no size is within, and for more pixels than
+        the job's limit, for which memory was planned."""
         least, most = (number_option(name, row) for name in ("min_pixels", "max_pixels"))
         if least is None and most is None:
             return self.rule
+        if most is not None and most > self.rule.max_pixels:
+            said = f"max_pixels={int(most)} exceeds the job's limit of {self.rule.max_pixels}; lower it or raise input.max_pixels"
+            raise BadRow("bad_parameter", said)
         try:
             return self.rule.within(None if least is None else int(least), None if most is None else int(most))
         except ValueError as error:
@@ -70,6 +74,8 @@ class PromptImages:
         turns, given = list(turns), list(given)
         if self.from_column:
             turns, given = _with_marks(turns, given)
+            if adds and cell is None:
+                raise BadRow("missing_image", "the row's image is null; give one, or drop the row")
             if adds and not given:
                 turns[-1] = {**turns[-1], "content": [*(IMAGE_PART for _ in column), *_parts(turns[-1]["content"])]}
                 given = [FromColumn()] * len(column)
@@ -185,7 +191,7 @@ def of_file(path: str, root: Path | None, number: int) -> bytes:
             raise BadRow("missing_image", f"{where}, which is outside of input.image_root={root}; correct it")
         with open_regular(file) as opened:
             data = opened.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that lead to each other
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise BadRow("missing_image", f"{where} of input.image_root={root}: {said}", retryable=True) from None
     return data

@@ -41,6 +41,10 @@ def test_min_pixels_and_max_pixels_replace_those_of_size() -> None:
     assert (rule(size={"min_pixels": 5, "max_pixels": 9}).min_pixels, rule().max_pixels) == (5, 4096)
 
 
+def test_null_counts_as_missing_where_the_usual_value_is_null() -> None:
+    assert rule(do_pad=None, crop_size=None, device=None) == rule()
+
+
 def test_limits_on_pixels_of_a_job_or_a_row_replace_those_of_the_model() -> None:
     own = rule()
     assert own.within(None, None) == own
@@ -61,6 +65,7 @@ def test_limits_on_pixels_of_a_job_or_a_row_replace_those_of_the_model() -> None
         ({"size": {"height": 4, "width": 4}}, "size=.*shortest_edge"),
         ({"size": {"shortest_edge": 4}}, "max_pixels or size.longest"),
         ({"min_pixels": 10**9}, "min_pixels=1000000000: exceeds max_pixels"),
+        *(({name: None}, f"{name}=null: only") for name in ("do_normalize", "do_resize", "do_convert_rgb", "rescale_factor")),
         ({"image_processor_type": "SiglipImageProcessor"}, "image_processor_type=.*only Qwen2VL"),
     ],
 )  # fmt: skip

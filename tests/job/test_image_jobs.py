@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import Qwen2VLImageProcessorPil
 
 import batchspec
 from batchspec import cli, run
@@ -26,9 +27,10 @@ from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.kernels.common.card import assumed
+from batchspec.model.vision.registry import load_eye
 from batchspec.records import Completion
 from batchspec.tuning.cards import known_card
-from tests.helpers.image_models import PAD, add_marks, generated, make_image_model, picture, theirs
+from tests.helpers.image_models import PAD, PREPROCESSOR, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
 from tests.images.test_decode import png
@@ -133,7 +135,10 @@ def test_every_form_of_an_image_gives_the_same_tokens(vl: Path, tmp_path: Path) 
     answers += done(vl, tmp_path / "json", [{"messages": json.dumps(one)} for one in inline], cap, "model.eye=true", "decode.n=1")
     (tmp_path / "plain").mkdir()
     keys = ("input.columns={images:pic}", "input.chat=true")
-    answers += done(vl, tmp_path / "plain", [{"prompt": "What is this?", "pic": A}], cap, *keys)
+    rows: Rows = [{"prompt": "What is this?", "pic": A}, {"prompt": "What is this?", "pic": None}]
+    *plain, missing = done(vl, tmp_path / "plain", rows, cap, *keys)
+    assert code_of(missing)[0] == "missing_image"
+    answers += plain
     assert len(answers) == 8
     assert len({tuple(one["token_ids"]) for one in answers}) == 1
     assert len({tuple(one["prompt_ids"]) for one in answers}) == 1
@@ -165,7 +170,8 @@ BAD: tuple[tuple[str, Any, Any, str, str], ...] = (
         (f"{kind} {key}", user([{"type": kind, **given, key: value}]), [A], "bad_messages", f"has {key}=.* no effect; give")
         for kind, given, key, value in (
             ("image", {}, "url", "https://x.org/1.png"), ("image", {}, "path", "a.png"),
-            ("image", {"image": url(B)}, "max_pixels", 64), ("image", {}, "resized_height", 64), ("image", {}, "image_url", {"url": url(B)}), ("image_url", {}, "image", url(B)),
+            ("image", {"image": url(B)}, "max_pixels", 64), ("image", {}, "resized_height", 64),
+            ("image", {}, "image_url", {"url": url(B)}), ("image_url", {}, "image", url(B)),
         )
     ),
     ("detail", user([{"type": "image_url", "image_url": {"url": url(A), "detail": "low"}}]), [], "bad_messages", "detail='low'"),
@@ -253,13 +259,14 @@ def test_images_are_files_below_a_folder_and_a_missing_one_may_come_later(vl: Pa
     (root / "deep/a.png").write_bytes(A)
     (root / "out.png").symlink_to(tmp_path / "in.parquet")
     (root / "folder.png").mkdir()
-    names = ["deep/a.png", str(root / "deep/a.png"), "b.png", "../in.parquet", "out.png", "folder.png", "https://x.org/a.png"]
+    (root / "loop.png").symlink_to(root / "loop.png")
+    names = ["deep/a.png", str(root / "deep/a.png"), "b.png", "../in.parquet", "out.png", "folder.png", "loop.png"]
+    names.append("https://x.org/a.png")
     rows = [{"messages": user("<image>Go"), "images": {"bytes": None, "path": name}} for name in names]
     keys = ["input.columns={images:images}", f"input.image_root={root}", "decode.max_new_tokens=12"]
     found = done(vl, tmp_path, rows, *keys)
     codes = [(row["error"]["code"], row["error"]["retryable"]) if row["error"] else None for row in found]
-    assert codes == [None, None, *[("missing_image", True)], *[("missing_image", False)] * 2, ("missing_image", True), codes[-1]]
-    assert codes[-1] == ("missing_image", False)
+    assert codes == [None, None, *(("missing_image", may_come) for may_come in (True, False, False, True, True, False))]
     assert found[0]["token_ids"] == found[1]["token_ids"]
     assert found[0]["image_digest"] == found[1]["image_digest"]
     (root / "b.png").write_bytes(A)
@@ -272,11 +279,13 @@ def test_images_are_files_below_a_folder_and_a_missing_one_may_come_later(vl: Pa
 def test_limits_on_pixels_of_the_job_and_of_a_row_change_tokens_as_the_processor_of_transformers_does(
     vl: Path, tmp_path: Path
 ) -> None:
-    rows = [{"messages": user("<image>"), "images": C, "most": most} for most in (None, 512, 128, 10)]
+    rows = [{"messages": user("<image>"), "images": C, "most": most} for most in (None, 512, 128, 10, 2048)]
     keys = ["input.columns={images:images,max_pixels:most}", "input.max_pixels=1024", "decode.max_new_tokens=9"]
     found = done(vl, tmp_path, rows, *keys)
     assert code_of(found[3])[0] == "bad_parameter"
     assert "max_pixels=10 must be at least 64" in code_of(found[3])[1]
+    assert code_of(found[4])[0] == "bad_parameter"
+    assert "max_pixels=2048 exceeds the job's limit of 1024" in code_of(found[4])[1]
     reference = theirs(vl)
     for row, most in zip(found, (1024, 512, 128), strict=False):
         copy = tmp_path / f"model{most}"
@@ -291,6 +300,25 @@ def test_limits_on_pixels_of_the_job_and_of_a_row_change_tokens_as_the_processor
         for more in ([], ["input.max_pixels=640"], ["input.min_pixels=100"], ["input.max_pixels=4096"])
     ]
     assert [one == prints[0] for one in prints] == [True, False, False, True]
+
+
+def test_an_image_processor_in_processor_config_has_precedence(vl: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(vl, tmp_path / "model")
+    nested = PREPROCESSOR | {"size": {"shortest_edge": 64, "longest_edge": 512}}
+    (model / "processor_config.json").write_text(json.dumps({"image_processor": nested, "processor_class": "Qwen3VLProcessor"}))
+    assert load_eye(model).rule.max_pixels == 512
+    assert Qwen2VLImageProcessorPil.from_pretrained(model).size["longest_edge"] == 512
+    (model / "preprocessor_config.json").unlink()
+    assert load_eye(model).rule.max_pixels == 512
+    (model / "processor_config.json").write_text(json.dumps({"image_processor": nested | {"do_pad": True}}))
+    with pytest.raises(CheckpointError, match=r"processor_config.json: image_processor: do_pad=true"):
+        load_eye(model)
+    (model / "processor_config.json").write_text(json.dumps({"image_processor": 3}))
+    with pytest.raises(CheckpointError, match="image_processor is not an object"):
+        load_eye(model)
+    (model / "processor_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no preprocessor_config\.json"):
+        load_eye(model)
 
 
 @pytest.mark.second

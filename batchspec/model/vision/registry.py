@@ -18,11 +18,14 @@ EYES: dict[str, Callable[..., EyeSpec]] = {
     "qwen3_5_moe": partial(read_qwen3_vl, sections=(11, 11, 10)),
 }
 """model_type of config.json -> what reads the shape of its eye."""
+PROCESSOR, NESTED = "processor_config.json", "image_processor"
+"""A file that may hold what preprocessor_config.json holds, and its key for that."""
 
 
 def load_eye(folder: Path) -> EyeSpec:
-    """The eye of a model folder, as its config.json and preprocessor_config.json say. Raises CheckpointError, also for a model
-    without one that is supported."""
+    """The eye of a model folder, as its config.json and preprocessor_config.json say; what processor_config.json holds as
+    image_processor has precedence, as in transformers 5 (image_processing_base.py). Raises CheckpointError, also for a model
+    without an eye that is supported."""
     config = read_json(folder / "config.json")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in EYES:
@@ -30,7 +33,12 @@ def load_eye(folder: Path) -> EyeSpec:
             f"{shown(folder)}: model_type {kind!r} has no part for images that batchspec supports; those with one are "
             f"{', '.join(EYES)}; leave the images out (input.columns.images=null, model.eye=auto)"
         )
-    if not has_file(folder / PREPROCESSOR):
+    where, nested = shown(folder / PREPROCESSOR), read_json(folder / PROCESSOR).get(NESTED)
+    if nested is not None:
+        where = f"{shown(folder / PROCESSOR)}: {NESTED}"
+        if not isinstance(nested, dict):
+            raise CheckpointError(f"{where} is not an object; correct it or remove the file")
+    elif not has_file(folder / PREPROCESSOR):
         raise CheckpointError(f"{shown(folder)}: no {PREPROCESSOR}, which says how images are resized; add the model's own")
-    where = shown(folder / PREPROCESSOR)
-    return EYES[kind](config, shown(folder / "config.json"), read_json(folder / PREPROCESSOR), where)
+    values = read_json(folder / PREPROCESSOR) if nested is None else nested
+    return EYES[kind](config, shown(folder / "config.json"), values, where)
