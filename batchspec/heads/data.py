@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchspec.data.dataset.reader import Source
+from batchspec.data.dataset.schema import DIGEST
 from batchspec.draft.frequent_tokens import most_frequent
 from batchspec.errors import InputError
 from batchspec.records import ANSWERED, Ids
@@ -32,8 +33,8 @@ class Row:
 def read_rows(source: Source, *, vocab_size: int, max_len: int) -> list[Row]:
     """The usable rows: status ok or truncated, cut to max_len, with at least two completion tokens.
 
-    Raises InputError for a data set without prompt_ids or token_ids, with token ids outside the vocabulary, or without usable
-    rows.
+    Raises InputError for a data set without prompt_ids or token_ids, with images, with token ids outside the vocabulary, or
+    without usable rows.
     """
     for name in ("prompt_ids", "token_ids"):
         kind = str(source.schema.field(name).type) if name in source.schema.names else "not there"
@@ -45,6 +46,11 @@ def read_rows(source: Source, *, vocab_size: int, max_len: int) -> list[Row]:
     prompts, outputs = list(_lists(source, "prompt_ids")), list(_lists(source, "token_ids"))
     status = [str(x) for piece in source.column("status") for x in piece.to_pylist()] if "status" in source.schema.names else []
     rows = []
+    digests = [x for piece in source.column(DIGEST) for x in piece.to_pylist()] if DIGEST in source.schema.names else []
+    if count := sum(digest is not None for digest in digests):
+        raise InputError(
+            f"input.path: {count} rows had images (column {DIGEST}), which train does not read; give the output of a job without"
+        )
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if status and status[i] not in ANSWERED:
             continue

@@ -21,8 +21,10 @@ from transformers import Qwen2VLImageProcessorPil
 import batchspec
 from batchspec import cli, run
 from batchspec.config.compose import compose
-from batchspec.config.train_schema import UNREAD
+from batchspec.config.schema import InputConfig
+from batchspec.data.dataset.reader import open_source
 from batchspec.errors import CheckpointError, ConfigError, InputError
+from batchspec.heads.data import read_rows
 from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
@@ -464,8 +466,23 @@ def test_plan_counts_images_and_their_tokens(vl: Path, tmp_path: Path, capfd: py
     assert re.search(r"\nimages       2, 39 tokens on average, \d+% of all prompt tokens\n", capfd.readouterr().out)
 
 
-def test_training_reads_no_images() -> None:
-    assert "model.eye" in UNREAD
+@pytest.mark.second
+def test_jobs_over_answers_to_images_and_training_on_them_are_refused_without_the_images(vl: Path, tmp_path: Path) -> None:
+    rows: Rows = [{"messages": user("<image>Go"), "images": A, "level": 0}, {"messages": user("Go"), "images": None, "level": 1}]
+    done(vl, tmp_path, rows, "input.columns={images:images}", "decode.max_new_tokens=4")
+    source = open_source(InputConfig(path=str(tmp_path / "out/data")))
+    with pytest.raises(InputError, match=r"1 rows had images .column image_digest., which train does not read"):
+        read_rows(source, vocab_size=320, max_len=64)
+    keys = [f"model.path={vl}", "model.dtype=float32", f"input.from_job={tmp_path}/out", "input.prompt='Why {{ level }}?'"]
+    keys.append("decode.max_new_tokens=4")
+    with pytest.raises(ConfigError, match="1 of its rows had images, which its chats do not hold; give them in a column"):
+        open_job(compose([*keys, f"output.dir={tmp_path}/next"]))
+    for more in ("input.columns={messages:null}", "input.from_where=level=1"):
+        assert open_job(compose([*keys, f"output.dir={tmp_path}/next", more])).source.num_rows in (1, 2)
+    table = pl.read_parquet(tmp_path / "out/data").with_columns(pic=pl.Series([A, None]))
+    earlier = batchspec.JobOutput(table, name="old")
+    found = batchspec.generate(earlier, overrides=[*keys[:2], *keys[3:], "input.columns={images:pic}"]).to_dicts()
+    assert [bool(row["image_digest"]) for row in found] == [True, False]
 
 
 @pytest.mark.second

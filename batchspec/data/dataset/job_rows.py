@@ -24,12 +24,13 @@ import pyarrow as pa
 from batchspec.config.checks import check_statuses
 from batchspec.config.schema import InputConfig
 from batchspec.console.text import listed
-from batchspec.data.dataset.columns import TYPES
+from batchspec.data.dataset.columns import IMAGES, TYPES
 from batchspec.data.dataset.files import DataFile, ParquetFile
 from batchspec.data.dataset.in_memory import table_of
 from batchspec.data.dataset.job_file import ID, Flags, JobFile, prefix_of
 from batchspec.data.dataset.reader import OPENED_AT_ONCE, Source, open_files, source_of
 from batchspec.data.dataset.row_expressions import RowExpression
+from batchspec.data.dataset.schema import DIGEST
 from batchspec.data.storage.places import place_of
 from batchspec.errors import ConfigError, InputError
 from batchspec.records import ANSWERED
@@ -101,7 +102,8 @@ def rows_of_job(files: Sequence[DataFile], of_job: Mapping[str, Any], input: Inp
 
     of_job  its configuration; empty if it is not known
     Raises InputError if no row is taken, if the rows hold no chats and input.columns hides none, or for a damaged file;
-    ConfigError if nothing says what follows the answers, or for a condition that cannot be computed; StorageError.
+    ConfigError if nothing says what follows the answers, for chats whose images nothing gives, or for a condition that
+    cannot be computed; StorageError.
     """
     assert input.from_job is not None
     where, prefix = f"input.from_job={input.from_job}", prefix_of(input.from_job, files[0].schema.names)
@@ -114,6 +116,8 @@ def rows_of_job(files: Sequence[DataFile], of_job: Mapping[str, Any], input: Inp
     source, columns = source_of(made, input.limit), columns_of(prefix, input.columns)
     if "messages" not in input.columns and (name := columns["messages"]) is not None:
         _check_chats(source, name, of_job, input)
+    if columns["messages"] is not None and columns[IMAGES] is None:
+        _check_no_images(files, taken, where)
     note = f"{where}: {counts}; its answers are the column {prefix}completion"
     return JobRows(source=source, input=replace(input, columns=columns), note=note)
 
@@ -142,6 +146,18 @@ def _check_chats(source: Source, name: str, of_job: Mapping[str, Any], input: In
         raise ConfigError(
             f"{where}: its chats end with the answers; input.prompt=TEMPLATE makes the next user turn, "
             "input.final_assistant=continue goes on with the answer, drop answers once more, and task=reward scores it"
+        )
+
+
+def _check_no_images(files: Sequence[DataFile], taken: Flags, where: str) -> None:
+    """Raises ConfigError if rows that are taken had images: their chats have marks in place of these."""
+    if DIGEST not in files[0].schema.names:
+        return
+    digests = pl.concat([_columns(file, [DIGEST]) for file in files])[DIGEST]
+    if count := int((digests.is_not_null() & pl.Series(taken)).sum()):
+        raise ConfigError(
+            f"{where}: {count} of its rows had images, which its chats do not hold; give them in a column "
+            "(input.columns.images=COLUMN), or set input.columns.messages=null, so that input.prompt makes whole prompts"
         )
 
 

@@ -26,6 +26,8 @@ THINKING_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for n
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
 TOP_TOKENS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])))
 """The same with the text of each token (output.logprob_tokens)."""
+DIGEST = "image_digest"
+"""Column of jobs whose prompts may have images: says which ones a row had; null for none."""
 EMBEDDING = pa.list_(pa.float32(), 1)
 SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
 CHOICE_PROBS = pa.list_(pa.struct([("choice", pa.large_string()), ("prob", pa.float64()), ("logprob", pa.float64())]))
@@ -108,7 +110,7 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, tas
         "prompt_ids": output.prompt_ids,
         "token_ids": output.token_ids,
         "tool_calls": calls,
-        "image_digest": images,
+        DIGEST: images,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
     }
@@ -154,7 +156,7 @@ def _every_field(
         pa.field("embedding", embedding),
         pa.field("usage", usage),
         pa.field("seed", pa.int64()),
-        pa.field("image_digest", pa.string()),
+        pa.field(DIGEST, pa.string()),
         pa.field("error", ERROR),
         pa.field("spec_decode", SPEC_DECODE),
         pa.field("perf", PERF),
