@@ -66,6 +66,8 @@ class DeviceBatch:
     Entries that a group's window has passed name pages that the row has given back; they are not read."""
     adapter: Tensor = field(metadata=declared(begin=lambda r, _: r.adapter))
     """int32 [R] number of the row's LoRA adapter, 0 is none"""
+    rope_delta: Tensor = field(metadata=declared(begin=lambda r, _: sum(one.advance - one.length for one in r.images)))
+    """int32 [R] what is added to positions after the prompt: an image takes fewer positions than it has tokens"""
     seen: Tensor = field(metadata=declared(width="vocab", wanted=lambda mode: mode.penalties))
     """int32 [R, V] ONCE_IN_OUTPUT for each time that the token is in the output, and SEEN if it is in prompt or output; [R, 0]
     before a row has penalties"""
@@ -243,8 +245,6 @@ class DeviceBatch:
         for state in (*(tensor for name in SLOT_FIELDS for tensor in self._tensors(name)), *more):
             if state.numel():
                 move_rows(state, sources, destinations)
-        if self.images is not None:
-            self.images.move(sources, destinations)
         self._end(sources)
 
     def _end(self, slots: Tensor) -> None:

@@ -101,7 +101,7 @@ class FlatBatch:
         self.row_adapters = rows.adapter if slot_ids is None else rows.adapter[slot_ids]
         self.slots = slot_ids
         if rows.images is not None:
-            self.rope = self.positions + rows.images.rope_delta[self.row_ids if slot_ids is None else slot_ids[self.row_ids]]
+            self.rope = self.positions + rows.rope_delta[self.row_ids if slot_ids is None else slot_ids[self.row_ids]]
         return self
 
     def of_group(self, group: int) -> FlatBatch:

@@ -38,12 +38,10 @@ class ImageEncoder(Protocol):
 
 
 class ImagesOnDevice:
-    """The images of the rows in R slots."""
+    """The images of the rows in the slots."""
 
-    def __init__(self, encoder: ImageEncoder, num_slots: int, device: torch.device, *, most_rows: int) -> None:
+    def __init__(self, encoder: ImageEncoder, device: torch.device, *, most_rows: int) -> None:
         self._encoder, self._device, self._most_rows = encoder, device, most_rows
-        self.rope_delta = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        """int64 [R] what is added to positions after the row's prompt: an image takes fewer positions than it has tokens"""
         self._images: dict[int, tuple[ImagePiece, ...]] = {}
         """Slot -> the images of the row that began there last. Passes of prefill alone read them, before rows are moved."""
         self._pixels: dict[int, RowPixels] = {}
@@ -54,16 +52,10 @@ class ImagesOnDevice:
         """Requests enter these slots. What earlier ones left for their prefill is dropped."""
         self._images = {slot: request.images for slot, request in zip(slots, requests, strict=True) if request.images}
         self._pixels = {}
-        deltas = [sum(piece.advance - piece.length for piece in request.images) for request in requests]
-        self.rope_delta[upload(list(slots), torch.int64, self._device)] = upload(deltas, torch.int64, self._device)
 
     def place(self, slot: int, pixels: RowPixels) -> None:
         """The pixels of the row in this slot, which has begun."""
         self._pixels[slot] = pixels
-
-    def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """Rows are copied from slots int32 [N] to others."""
-        self.rope_delta[destinations.long()] = self.rope_delta[sources.long()]
 
     def inputs(self, segments: Segments) -> tuple[AxisPositions, ImageInputs | None]:
         """The positions of a pass over these segments, and what its tokens of images read; None if it has no such token. Encodes

@@ -44,14 +44,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4], "mrope_interleaved": True,
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 4, 2], "mrope_interleaved": True,
         },
     },
     "qwen3_5": {
         "hidden_size": 64, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "full_attention_interval": 2,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2],
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [3, 2, 1],
             "mrope_interleaved": True,
         },
     },

@@ -63,6 +63,7 @@ def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, mo
     found = eye.encode([pixels(spec, one) for one in images])
     assert [len(own) for own in found] == [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
     assert expected.shape[1] == (3 if folder.name == "qwen3_vl" else 1)
+    assert [own.untyped_storage().nbytes() for own in found] == [own.nbytes for own in found], "dropping one frees its memory"
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(eye.encode([pixels(spec, images[0])])[0], found[0], atol=1e-5, rtol=0)
 

@@ -49,13 +49,12 @@ class ColumnMap:
     which the task makes prompts."""
     templates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The dataset's columns that each template of rows reads: those of `prompt` (input.prompt) and `system` (input.system)."""
+    has_images: bool = False
+    """Whether prompts may have images, in a column or in their chats."""
 
     def get(self, name: str) -> str | None:
         """The dataset's column for one of batchspec's names; None if it is not mapped."""
         return self.names.get(name)
-
-    has_images: bool = False
-    """Whether prompts may have images, in a column or in their chats."""
 
     @property
     def read(self) -> list[str]:

@@ -82,7 +82,7 @@ class RowFeatures(Features):
         if self.symbols is not None and self.capacity is not None:
             rows.automata = Automata(self.symbols, self.capacity, rows.live.device)
         if self.eye is not None:
-            rows.images = ImagesOnDevice(self.eye, len(rows.live), rows.live.device, most_rows=self.kept_images)
+            rows.images = ImagesOnDevice(self.eye, rows.live.device, most_rows=self.kept_images)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)

@@ -208,7 +208,8 @@ class Qwen3VlEye:
                 deeper.append(self._merged(name, x, inner_norm=False))
         rows = [self._merged("merger.", x, inner_norm=True), *deeper]
         counts = [grid_rows * grid_cols // rule.merge**2 for grid_rows, grid_cols in grids]
-        return list(torch.stack(rows, 1).split(counts))
+        parts = torch.stack(rows, 1).split(counts)
+        return [part.clone() for part in parts] if len(parts) > 1 else list(parts)  # a view would keep all parts in memory
 
     def _patches(self, image: NDArray[np.uint8], coords: Tensor) -> Tensor:
         """The normalised patches of an image, fp32 [n, 3 * frames * P * P], in the order of coords int64 [2, n]."""
