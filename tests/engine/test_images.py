@@ -20,7 +20,7 @@ from batchspec.engine.slots.request_state import RequestState
 from batchspec.model.target import Target
 from batchspec.packing.equal_rows import answer_key
 from batchspec.packing.order import order_requests
-from batchspec.records import Completion, Request, SamplingParams
+from batchspec.records import Completion, Request, SamplingParams, Thinking
 from tests.helpers.engines import ForcedDrafter, packed
 from tests.helpers.image_models import (
     PAD,
@@ -265,6 +265,24 @@ def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path, monkeypa
     engine = image_engine(target, NoDrafter(), BATCH, num_top=1)
     *_, last = engine.features.begin(engine._current.slots, engine.pools)
     assert isinstance(last, images.RowImages)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thought_beside_images_is_closed_and_the_answer_follows_from_both(kind: str, models: Path) -> None:
+    """The row is prefilled again with the closing tokens that were not the model's, and with its images."""
+    target, folder = image_target(models / kind), models / kind
+    one = image_request(0, target.spec, (5, B, 1, C, 3), cap=24)
+    thinking = Thinking(begin_id=None, end_id=4, opened=True, budget=6, closing=(11, 4))
+    (free,) = tokens(list(image_engine(target, NoDrafter(), ONE_SLOT).run([one]))).values()
+    (done,) = image_engine(target, NoDrafter(), ONE_SLOT).run([replace(one, thinking=thinking)])
+    assert done.token_ids is not None
+    assert done.reasoning_truncated
+    found = done.token_ids.tolist()
+    assert found[:8] == [*free[:6], 11, 4]
+    ids = [*one.prompt_ids.tolist(), *found[:8]]
+    assert found[8:] == generated(theirs(folder), folder, ids, [piece.source for piece in one.images], 16)
+    assert found[8:] != free[8:]
 
 
 def test_a_slot_that_had_an_image_has_the_positions_of_its_next_row(models: Path) -> None:
