@@ -86,4 +86,4 @@ def pillow() -> ModuleType:
     try:
         return importlib.import_module("PIL.Image")
     except ImportError:
-        raise ConfigError("images need Pillow, which is not installed; pip install 'batchspec[images]'") from None
+        raise ConfigError("images need Pillow, which is not installed; pip install pillow") from None
