@@ -37,6 +37,7 @@ from tests.helpers.attentions import attentions
 from tests.helpers.engines import DEVICE, VOCAB, full_logits, in_e4m3, tiny_target, uneven_target
 from tests.helpers.models import make_checkpoint, make_tokenizer
 from tests.helpers.stand_ins import LLAMA_8B
+from tests.model.test_mamba2_families import nemotron
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,18 @@ def test_scales_of_a_tensor_count_for_all_heads(model: Path, k: str, v: str, tmp
     assert found is not None
     assert found.values[:, 0].unique(dim=1).flatten().tolist() == [0.25 * (i + 1) for i in range(len(found.values))]
     assert torch.equal(found.values[:, 1], 2 * found.values[:, 0])
+
+
+def test_scales_are_named_after_the_attention_of_the_family(tmp_path: Path) -> None:
+    """Nemotron-H calls every block `mixer`, and its files begin names with `backbone.`."""
+    family, config = nemotron("M-*")
+    hybrid = make_checkpoint(tmp_path / "plain", family, vocab=64, **config)
+    scales = {f"backbone.layers.2.mixer.{part}_proj.{part}_scale": size for part, size in (("k", 0.25), ("v", 0.5))}
+    found = checkpoint_scales(with_scales(hybrid, tmp_path / "scaled", scales), load_spec(hybrid))
+    assert found is not None
+    assert found.values[:, :, 0].tolist() == [[0.25, 0.5]]
+    with pytest.raises(CheckpointError, match=r"1 of 2 K/V scales are missing, model\.layers\.2\.mixer\.v_scale among them"):
+        checkpoint_scales(with_scales(hybrid, tmp_path / "half", dict([*scales.items()][:1])), load_spec(hybrid))
 
 
 def test_scales_of_heads_are_kept_apart(model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Scales of an e4m3 K/V cache, from the checkpoint or a calibration: one for K and one for V of each layer and head.
 
-    NAME.k_scale, NAME.v_scale            [], [1] or one a head, where NAME is model.layers.N.self_attn (compressed-tensors)
+    NAME.k_scale, NAME.v_scale            [], [1] or one a head, where NAME is as in model.layers.N.self_attn (compressed-tensors)
     NAME.k_proj.k_scale, NAME.v_proj.v_scale          modelopt
     NAME.k_proj.output_scale, NAME.v_proj.output_scale       older compressed-tensors
 
@@ -26,10 +26,8 @@ from batchspec.errors import CheckpointError, OutputError
 from batchspec.model.layers.attention.of_model import keepers_of
 from batchspec.model.spec import ModelSpec, layer_prefix
 
-_NAMES = {
-    "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),
-    "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.v_proj.output_scale"),
-}
+_NAMES = {part: (f"{part}_scale", f"{part}_proj.{part}_scale", f"{part}_proj.output_scale") for part in ("k", "v")}
+"""Relative to the attention of a layer."""
 SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Endings of the names of all scales of an FP8 K/V cache, including those of the queries, which are not used."""
 
@@ -75,24 +73,19 @@ def names_of_scales(spec: ModelSpec, stored: Collection[str], where: str) -> lis
 
     Raises CheckpointError if some are missing.
     """
-    found = []
-    layers = list(keepers_of(spec))
-    for layer in layers:
-        of_layer = [
-            [layer_prefix(layer) + name for name in names if layer_prefix(layer) + name in stored] for names in _NAMES.values()
-        ]
-        found.append(tuple(names[0] if names else "" for names in of_layer))
-    missing = [
-        layer_prefix(i) + _NAMES[part][0]
-        for i, pair in zip(layers, found, strict=True)
-        for part, name in zip("kv", pair, strict=True)
-        if not name
+    wanted = [
+        tuple([f"{layer_prefix(layer)}{own.name}.{name}" for name in names] for names in _NAMES.values())
+        for layer, own in keepers_of(spec).items()
     ]
-    if len(missing) == 2 * len(layers):
+    found = [tuple(next((name for name in names if name in stored), "") for names in pair) for pair in wanted]
+    missing = [
+        names[0] for pair, own in zip(wanted, found, strict=True) for names, name in zip(pair, own, strict=True) if not name
+    ]
+    if len(missing) == 2 * len(wanted):
         return None
     if missing:
         raise CheckpointError(
-            f"{where}: {len(missing)} of {2 * len(layers)} K/V scales are missing, {missing[0]} among them; "
+            f"{where}: {len(missing)} of {2 * len(wanted)} K/V scales are missing, {missing[0]} among them; "
             "set cache.scales=calibrate to compute all of them"
         )
     return [(k, v) for k, v in found]
