@@ -8,8 +8,9 @@
     norms, router, embedding  whole on every rank
 
 A rank has whole heads, as many as every other rank, and whole blocks of weights that share a scale: 32 in MXFP4, 128 x 128 in
-FP8, 16 in NVFP4, the groups of INT4, whose act-order weights have words of 8 columns as blocks and all scales on every rank. If
-the blocks of an MLP's inner size cannot be divided equally, the first ranks have one more (`Shard.of`).
+FP8 (16 of an MLP's inner size where it has no blocks, as kernels read them), 16 in NVFP4, the groups of INT4, whose act-order
+weights have words of 8 columns as blocks and all scales on every rank. If the blocks of an MLP's inner size cannot be divided
+equally, the first ranks have one more (`Shard.of`).
 
 If a product is cut by rows, FP8 activations with one scale per token (`token`) are quantised on each rank by the largest value of
 its own part: as precise as with the largest value of all, but not the same numbers. With groups of 128 and static scales the

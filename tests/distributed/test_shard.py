@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.errors import ConfigError
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.layers.base import WHOLE, Shard
+from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec
@@ -171,6 +173,22 @@ def test_a_rank_with_fewer_key_heads_than_ranks_has_the_one_that_its_queries_rea
         assert queries == slice(8 * rank, 8 * rank + 8)
         assert keys == slice(4 * (rank // 2), 4 * (rank // 2) + 4)
         assert queries.start // (8 // 2 * 4) == keys.start // 4  # four query heads read one key head
+
+
+def test_ranks_have_parts_of_fp8_experts_that_kernels_read() -> None:
+    """1856 / 8 = 232 is no multiple of 16. The scales of these weights are of a whole matrix, which any cut would leave whole."""
+    spec = shape_spec("nemotron3-nano-30b-a3b-fp8")
+    sizes = []
+    for rank in range(8):
+        part = spec.sharded(Shard(rank, 8))
+        slices = slices_of(part)
+        assert slices is not None
+        ((_, own),) = slices["model.layers.1.mixer.experts.5.down_proj.weight"]
+        moe = part.layers[1].mlp
+        assert isinstance(moe, MoeSpec)
+        assert own.stop - own.start == moe.experts.down.k
+        sizes.append(moe.experts.down.k)
+    assert sizes == [240] * 4 + [224] * 4
 
 
 def test_a_process_alone_has_the_model_itself() -> None:

@@ -192,7 +192,7 @@ INNER_SIZES = {
     **{form: st.sampled_from([96, 128, 160, 256, 288]) for form in FORMATS if "int4" in form},
     **{form: st.sampled_from([16, 32, 80, 128, 240]) for form in FORMATS if "nvfp4" in form},
 }
-SIZES_TO_CUT = {"plain": (12, 22), "fp8 rows": (12, 22), "fp8 blocks": (128, 512), "mxfp4": (12, 128)}
+SIZES_TO_CUT = {"plain": (12, 22), "fp8 rows": (12, 40), "fp8 blocks": (128, 512), "mxfp4": (12, 128)}
 """Of a head and of an MLP, which two ranks can have halves of."""
 HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32, 64] for form in FORMATS if "int4" in form or "nvfp4" in form}}
 

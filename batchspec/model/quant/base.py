@@ -80,7 +80,8 @@ class WeightFormat(Protocol):
 
     @property
     def block(self) -> int:
-        """Side of the blocks of a weight that are not divided between ranks, such as those that have one scale; 1: none."""
+        """Number of values between the two products of an MLP that are not divided between ranks: those of a block with one
+        scale, or the fewest that kernels read; 1: any are."""
 
     def shard(self, part: Projection, share: Share) -> Slices:
         """What the rank with this share holds. Raises ConfigError if that divides a block."""

@@ -23,7 +23,7 @@ from batchspec.model.layers.base import GroupedSpec, Projection, Share, TensorSp
 from batchspec.model.layers.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.fp8_products import BLOCK, Activations, Fp8Experts, Fp8Linear, Fp8Weight, StackedFp8
-from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
+from batchspec.model.quant.grouped import ROW_BYTES, SeparateExperts, expert_biases, expert_parts
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import Linear
 
@@ -109,10 +109,11 @@ class Fp8(SeparateExperts):
 
     @property
     def block(self) -> int:
-        return BLOCK if self.scales == "block" else 1
+        """Of 16 numbers where no scale is of a block: kernels read such rows alone."""
+        return BLOCK if self.scales == "block" else ROW_BYTES
 
     def shard(self, part: Projection, share: Share) -> Slices:
-        pieces = shard_matrix(part, share, block=self.block)
+        pieces = shard_matrix(part, share, block=BLOCK if self.scales == "block" else 1)
         scale: dict[Scales, Pieces] = {
             "block": tuple(tuple(slice(own.start // BLOCK, -(-own.stop // BLOCK)) for own in piece) for piece in pieces),
             "row": tuple((rows,) for rows, _ in pieces),
