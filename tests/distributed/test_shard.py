@@ -78,6 +78,12 @@ SPECS: dict[str, ModelSpec] = {
         "nemotron_h",
         **{**needed("nemotron_h", 4), "n_groups": 4, "num_hidden_layers": 4, "intermediate_size": 16, "moe_latent_size": 8},
     ),
+    "nemotron_h fp8 of calibrated scales, narrow experts": spec_of(
+        "nemotron_h",
+        **{**needed("nemotron_h", 4), "n_groups": 4, "num_hidden_layers": 4, "intermediate_size": 64, "moe_latent_size": 32,
+           "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+        quantization_config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "mixer.gate"]},
+    ),
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),

@@ -133,7 +133,8 @@ def test_ranks_compute_what_one_process_does(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("quantises", [False, True])
 @pytest.mark.parametrize("name", [name for name in SPECS if "fp8" in name])
 def test_fp8_blocks_are_the_same_on_ranks(name: str, quantises: bool) -> None:
-    """Blocks of 128 inputs share a scale, of weights and of activations, and no block is divided."""
+    """Blocks of 128 inputs share a scale, of weights and of activations, and no block is divided; a calibrated scale is that of
+    all inputs, and no product reads a rank's part of a sum."""
     spec = SPECS[name]
     spec = spec.with_fp8_activations() if quantises else spec
     if not quantises:
@@ -276,17 +277,20 @@ def test_every_family_is_cut_in_every_format(family: str, form: str) -> None:
 
 
 def test_a_layer_exchanges_twice_and_a_norm_over_all_heads_once_more() -> None:
-    for name, per_layer in (("llama", 2), ("qwen3_moe", 2), ("minimax_m2", 3)):
+    """Layers of Nemotron are one block each, and narrow experts besides a shared one exchange twice."""
+    models = {"llama": (2, 2), "qwen3_moe": (2, 2), "minimax_m2": (3, 3), "nemotron_h, narrow experts": (1, 1, 1, 2)}
+    for name, of_layers in models.items():
         spec, table = SPECS[name], Table(2)
 
         def one_pass(ranks: Collectives, spec: ModelSpec = spec) -> None:
             target = part_of(spec, ranks)
-            layers, groups = target.spec.layer_states(target.dtype, 4, draft_len=0), KVGroups.single(spec.num_layers)
-            cache = KVCache.allocate(layers, groups=groups, page_size=4, num_pages=(9,), device=DEVICE)
+            layers, groups = target.spec.layer_states(target.dtype, 4, draft_len=0), KVGroups.single(spec.num_paged_layers)
+            cache = KVCache.allocate(layers, groups=groups, page_size=4, num_pages=(9,), num_slots=3, device=DEVICE)
             target.forward(batch_of(IDS, 9), cache)
 
         on_ranks(2, one_pass, table)
-        assert len(table.bytes_exchanged) == per_layer * spec.num_layers, name
+        own = sum(block.num_sums for _, block in spec.blocks()) + sum(mixer.num_rank_sums for _, mixer in spec.mixers)
+        assert len(table.bytes_exchanged) == sum(of_layers) == own, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

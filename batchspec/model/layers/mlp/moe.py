@@ -154,7 +154,7 @@ class MoeSpec:
 
     @property
     def num_sums(self) -> int:
-        return 1
+        return 1 if self.narrow is None or self.shared is None else 2
 
     @property
     def gates(self) -> tuple[str, ...]:
@@ -243,9 +243,9 @@ class Moe:
         if not self._around:
             stream.add_pairs(values, weights, shared)
             return
-        # Linear: of a rank's part of the sum a part of the output.
-        out: Tensor = self._around[1](stream.combined(values, weights), lora)
-        stream.add_output(out if shared is None else out + shared)
+        # Summed over the ranks first: a calibrated scale of the product's activations is that of the whole sum.
+        out: Tensor = self._around[1](stream.reduced(stream.combined(values, weights)), lora)
+        stream.add(out if shared is None else out + stream.reduced(shared))
 
     def pairs(self, stream: Stream, lora: LoraTokens | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """What `Stream.add_pairs` adds: the outputs of the experts and their weights, and that of the shared expert, if there is
