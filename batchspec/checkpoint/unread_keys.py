@@ -49,7 +49,6 @@ _OF_FAMILIES = frozenset({
     "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",  # Granite 4 without Mamba layers
     "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",  # initial values of Mamba2 layers
     "chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "moe_shared_expert_overlap",
-    "norm_eps",  # Nemotron, which has the same as layer_norm_epsilon
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",  # of its MTP layers
     "normalization_function", "init_method",
     "block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads",  # LFM2, which has the same under other names

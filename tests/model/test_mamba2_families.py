@@ -254,6 +254,8 @@ NANO_9B = {**SHAPES["nemotron-nano-9b"], "rms_norm_eps": None, "max_position_emb
         ({"mamba_num_groups": 4}, "mamba_num_groups=4"),
         ({"mamba_n_groups": 4}, "mamba_n_groups=4"),
         ({"mamba_state_dim": 64}, "mamba_state_dim=64"),
+        ({"norm_eps": 1e-3}, "norm_eps=0.001"),
+        ({"attention_head_dim": 64}, "attention_head_dim=64"),
         ({"n_shared_experts": 0}, "n_shared_experts=0"),
         ({"sliding_window": 5}, "sliding_window=5 in a nemotron_h"),
         ({"conv_kernel": 17}, "conv_kernel is 17; it must be an integer in 1 .. 16"),

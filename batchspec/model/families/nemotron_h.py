@@ -121,7 +121,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def _refuses(config: ConfigReader) -> list[str]:
-    """n_shared_experts: the size of the shared experts is that of one, whatever this says, but 0 experts are not built.
+    """norm_eps, attention_head_dim and others: other names of keys that are read, which transformers ignores.
+    n_shared_experts: the size of the shared experts is that of one, whatever this says, but 0 experts are not built.
     time_step_limit: engines compute without one."""
     found = [config.shown("mlp_bias")] if config.flag("mlp_bias") and config.given("moe_latent_size") else []
     found += [config.shown("mamba_proj_bias")] if config.flag("mamba_proj_bias") and not config.flag("use_bias") else []
@@ -131,8 +132,9 @@ def _refuses(config: ConfigReader) -> list[str]:
     others = {"mamba_num_groups": "n_groups", "mamba_n_groups": "n_groups", "mamba_state_dim": "ssm_state_size"}
     others |= {"mamba_d_conv": "conv_kernel"}
     found += [config.shown(key) for key, own in others.items() if config.differs(key, None, config.integer(own))]
-    conv_bias = config.flag("use_conv_bias", True)
-    found += [config.shown("mamba_conv_bias")] if config.differs("mamba_conv_bias", None, conv_bias) else []
+    same = {"mamba_conv_bias": config.flag("use_conv_bias", True), "norm_eps": config.number("rms_norm_eps")}
+    same |= {"attention_head_dim": config.integer("head_dim")}
+    found += [config.shown(key) for key, own in same.items() if config.differs(key, None, own)]
     found += [config.shown("n_shared_experts")] if config.integer("n_shared_experts") == 0 else []
     return found + refuses_step_limits(config) + refuses_windows(config)
 
@@ -147,7 +149,7 @@ NEMOTRON_H = Family(
     integers=_INTEGERS,
     norms=NORMS,
     final_norm="model.norm_f.weight",
-    renames={"rms_norm_eps": "layer_norm_epsilon", "head_dim": "attention_head_dim"},
+    renames={"rms_norm_eps": "layer_norm_epsilon"},
     computes=frozenset({*_INTEGERS, "routed_scaling_factor", "n_group", "partial_rotary_factor"}),
     refuses=_refuses,
 )
