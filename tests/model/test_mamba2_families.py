@@ -273,6 +273,21 @@ def test_no_limit_of_dt_is_read_however_it_is_written(limit: Any) -> None:
     assert read_spec({**NANO_9B, "time_step_limit": limit, "mamba_num_groups": 8}, "config.json").num_layers == 56
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 131072}
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("config", [NANO_9B, {**SHAPES["granite4-h-micro"], "max_position_embeddings": 131072}])
+def test_where_attention_does_not_rotate_yarn_is_named_as_unread_and_lengthens_no_row(config: dict[str, Any], key: str) -> None:
+    plain = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": None}
+    spec = read_spec({**config, **plain}, "config.json")
+    assert (spec.max_len, spec.unread, spec.rope.type) == (131072, (), "none")
+    scaled = read_spec({**config, **plain, key: YARN}, "config.json")
+    assert scaled.max_len == 131072
+    assert [own.partition("=")[0] for own in scaled.unread] == [key]
+    assert spec.rope.of_heads.type == "default"
+
+
 @pytest.mark.parametrize(
     ("use", "why"),
     [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
 from batchspec.console.text import as_json
 from batchspec.model.layers.attention.block import AttentionSpec
-from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.layers.attention.rope_config import NO_ROPE, RopeSpec, read_rope, read_theta, rope_kind
 from batchspec.model.layers.base import PLAIN_NORM, NormForm
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.layer_inputs import LayerInputsSpec
@@ -45,6 +45,17 @@ def plain_rope(config: ConfigReader) -> RopeSpec:
 def partial_rope(config: ConfigReader) -> RopeSpec:
     """One rotation for all layers, of partial_rotary_factor of each head."""
     return read_rope(config, config.integer("max_position_embeddings"), head_dim=read_heads(config)[1])
+
+
+def no_rope(config: ConfigReader) -> RopeSpec:
+    """For models whose attention does not rotate. The rope_theta that their files have counts as read; what would make a rotation
+    of another type does not, so that the note about unread keys names it."""
+    theta = read_theta(config, ConfigReader({}, config.where))
+    if config.unchecked("rope_parameters", "rope_type") in (None, "default"):
+        rope = config.part("rope_parameters")
+        rope_kind(rope)
+        theta = read_theta(config, rope)
+    return replace(NO_ROPE, theta=theta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

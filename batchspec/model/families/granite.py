@@ -17,6 +17,8 @@ from batchspec.model.families.base import (
     Family,
     check_kinds,
     dense_layers,
+    no_rope,
+    plain_rope,
     read_attentions,
     read_mlp,
     read_num_experts,
@@ -75,6 +77,11 @@ def _factor(config: ConfigReader, key: str) -> float | None:
     return None if value == 1 else value
 
 
+def _rotates(config: ConfigReader) -> bool:
+    """Of `granitemoehybrid`."""
+    return config.text("position_embedding_type") == "rope"
+
+
 def _hybrid_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     """Layers of Granite, or Mamba2 layers in their place, with the MLP of `granitemoehybrid`, which all tokens go through, and
     experts besides it unless their number is 0."""
@@ -85,7 +92,7 @@ def _hybrid_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     check_kinds(config, "layer_types", kinds, num_layers, (_MAMBA[0], _ATTENDS[0]), needed=_ATTENDS[0])
     shared = config.replaced(layer_types=None, intermediate_size=config.integer("shared_intermediate_size"))
     mlp = replace(read_mlp(shared), name="shared_mlp", parts=("input_linear", "output_linear"))
-    layers = _scaled(shared, mlp, rotated=config.text("position_embedding_type") == "rope")
+    layers = _scaled(shared, mlp, rotated=_rotates(config))
     if config.integer("num_local_experts"):
         layers = tuple(replace(layer, mlps=(_experts(config, mlp),)) for layer in layers)
     return _with_mamba(layers, kinds, _mamba(config)) if _MAMBA[0] in kinds else layers
@@ -139,6 +146,7 @@ GRANITE_HYBRID = Family(
         "shared_intermediate_size": (1, 2**24), **_MAMBA_INTEGERS, **EXPERT_COUNTS, "num_local_experts": (0, 2**16),
         "num_experts_per_tok": (0, 2**16),
     },
+    rope=lambda config: (plain_rope if _rotates(config) else no_rope)(config),
     embedding_scale=lambda config: _factor(config, "embedding_multiplier"),
     logits_scaling=lambda config: _factor(config, "logits_scaling"),
     computes=frozenset({*_FACTORS, "num_experts_per_tok", "num_local_experts"}),

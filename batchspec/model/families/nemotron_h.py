@@ -16,6 +16,7 @@ from batchspec.console.text import as_json
 from batchspec.model.families.base import (
     Family,
     check_kinds,
+    no_rope,
     read_attentions,
     read_num_experts,
     refuses_step_limits,
@@ -147,6 +148,7 @@ NEMOTRON_H = Family(
     layers=_layers,
     defaults=_DEFAULTS,
     integers=_INTEGERS,
+    rope=no_rope,
     norms=NORMS,
     final_norm="model.norm_f.weight",
     renames={"rms_norm_eps": "layer_norm_epsilon"},

@@ -80,7 +80,7 @@ class RopeSpec:
     @property
     def of_heads(self) -> RopeSpec:
         """The rotary embedding for a new draft head: one that every reader of heads supports."""
-        if self.type in ("longrope", "proportional"):
+        if self.type in ("longrope", "proportional", "none"):
             return RopeSpec(type="default", theta=self.theta)
         return replace(self, rotary_dim=None, interleaved=False, query_growth=0.0)
 
