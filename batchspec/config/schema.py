@@ -140,7 +140,7 @@ class CacheConfig:
     fixed texts, with a margin. auto is the checkpoint's if it has them, else calibrate. A job keeps its scales in the output
     folder, for all its runs."""
     state_dtype: str = key("auto", choices=("auto", "bfloat16"))
-    """Data type of the states that recurrent layers (Qwen3-Next, Qwen3.5) keep of each row. auto is float32, or float64 with
+    """Data type of the states that recurrent layers (gated delta, Mamba2) keep of each row. auto is float32, or float64 with
     model.dtype=float64; bfloat16 is half of the memory and of the reads and writes of a round, and other tokens where rounding
     decides. They are rounded after every generated token, so that no rounding depends on drafts or preemption."""
 
