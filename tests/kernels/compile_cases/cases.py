@@ -22,6 +22,8 @@ class Case(NamedTuple):
     """Of the pipelines of its loops."""
     aligned: bool = False
     """Whether pointers and strides are multiples of 16, as in launches: only such loads are pipelined, and take shared memory."""
+    registers: int | None = None
+    """The most of a thread, if the launch limits them."""
 
     def on(self, card: Card) -> Case | None:
         """The case as it is launched on a card: where it has no loads by descriptor, by pointers. None: not launched there."""
@@ -46,10 +48,12 @@ class Cases(dict[str, Case]):
         self.seldom: set[str] = set()
         """Those whose branches other cases reach: they are compiled with -m slow alone."""
 
-    def add(self, name: str, module: str, warps: int, *, stages: Any = None, **arguments: object) -> None:
+    def add(
+        self, name: str, module: str, warps: int, *, stages: Any = None, registers: Any = None, **arguments: object
+    ) -> None:
         """A case of the kernel that `name` begins with, in kernels/PACKAGE/`module`.py."""
         assert name not in self, name
-        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments, stages or 3, stages is not None)
+        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments, stages or 3, stages is not None, registers)
 
 
 ORDERED = ("ordered", "ordered_attention", "ordered_prefill")
