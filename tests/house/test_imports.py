@@ -181,6 +181,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "batch",
+        "images.pixels",
         "job.run_job",
         "kernels",
         "model",
