@@ -166,7 +166,10 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
     for name, shape in SHAPES.items():
         few: dict[str, Any] = {"num_hidden_layers": 2}
         few |= {"full_attention_interval": 2} if "full_attention_interval" in shape else {}
-        few |= {"layer_types": shape["layer_types"][1:3]} if "layer_types" in shape else {}
+        if kinds := [*dict.fromkeys(shape.get("layer_types", ()))]:
+            few |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+        if pattern := "".join(dict.fromkeys(shape.get("hybrid_override_pattern", ""))):
+            few |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
         few |= {"full_attn_idxs": [1]} if "full_attn_idxs" in shape else {}
         few |= SHARING_KV if "num_kv_shared_layers" in shape else {}
         (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape, **few}))
@@ -183,6 +186,10 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
         **{("phi4-14b", ranks): odd.format(10, ranks) for ranks in (4, 8)},
         ("qwen2.5-7b", 8): "num_attention_heads 28 cannot be cut into 8 equal parts",
         ("glm-4.7-flash", 8): "num_attention_heads 20 cannot be cut into 8 equal parts",
+        **{
+            (f"granite4-h-{size}", ranks): f"the number of groups of Mamba2 heads 1 cannot be cut into {ranks} equal parts"
+            for size in ("micro", "tiny") for ranks in (2, 4, 8)
+        },
         ("qwen3-30b-a3b-fp8", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3-30b-a3b-int4", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3.5-35b-a3b-fp8", 8): "the size of an expert 512 cannot be cut into 8 parts in blocks of 128",

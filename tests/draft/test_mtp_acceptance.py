@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from batchspec.cache.pages import prefix_hashes
-from batchspec.records import Ids, Request, RowStats
+from batchspec.records import Ids, ImagePiece, Request, RowStats
 from tests.draft.mtp_faults import FAULTS
 from tests.helpers.engines import VOCAB, request
 from tests.helpers.mtp_checkpoints import make_mtp_model
@@ -93,8 +93,8 @@ def test_a_prefix_is_shared_with_regard_to_the_token_after_it(exact: Model, monk
     requests = [request(i, [*prompt[:CHUNK], i, 3, 2 * i], cap=15) for i in range(5)]
     batch = wide_batch(2, 4, page_size=16, num_pages=60)
 
-    def without_next(ids: Ids, page_size: int, *, key: bytes) -> list[bytes]:
-        return prefix_hashes(np.where(np.arange(len(ids)) < CHUNK, ids, 0), page_size, key=key)
+    def without_next(ids: Ids, page_size: int, *, key: bytes, images: Sequence[ImagePiece]) -> list[bytes]:
+        return prefix_hashes(np.where(np.arange(len(ids)) < CHUNK, ids, 0), page_size, key=key, images=images)
 
     def accepted() -> float:
         return acceptance(stats_of(run(exact.target, requests, batch, drafter_of(exact, 4, slots=2))))
