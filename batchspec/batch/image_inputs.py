@@ -21,7 +21,7 @@ class AxisPositions:
     values: Tensor
     """int64 [3, T]"""
     sections: tuple[int, int, int]
-    """Numbers of frequencies that read each axis: 1, 4, 7, ... height, 2, 5, 8, ... width, all others time."""
+    """mrope_section: how many frequencies read each axis: 1, 4, 7, ... the height, 2, 5, 8, ... the width, others the time."""
 
     def of_frequencies(self, count: int) -> Tensor:
         """int64 [T, count]: the position that each frequency reads."""
@@ -36,9 +36,9 @@ class AxisPositions:
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """What tokens of images read in place of their embeddings. D layers of the model add rows to their tokens too."""
+    """What tokens of images read in place of their embeddings, and what D layers add to them (deepstack)."""
 
     places: Tensor
     """int64 [N] flat indices of these tokens"""
     rows: Tensor
-    """[N, 1 + D, H]: the embedding, then what is added to the stream after layers 0 .. D-1"""
+    """[N, 1 + D, H]: the embedding, then the deepstack embeddings, added to the residual stream after layers 0 .. D-1"""

@@ -1,7 +1,7 @@
 """The images of rows on the device: what a prefill pass reads in their places, and the positions of the tokens around them.
 
-An image is encoded in the first pass that computes one of its tokens, so that no more is in memory than passes read. The newest
-are kept, `most_rows` embeddings of them, for later passes and for rows with equal images.
+An image is encoded in the first prefill pass that computes one of its tokens. Embeddings stay in an LRU cache of `most_rows`
+tokens, for later passes and for rows with the same image.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ImagesOnDevice:
     def __init__(self, encoder: ImageEncoder, device: torch.device, *, most_rows: int) -> None:
         self._encoder, self._device, self._most_rows = encoder, device, most_rows
         self._images: dict[int, tuple[ImagePiece, ...]] = {}
-        """Slot -> the images of the row that began there last. Passes of prefill alone read them, before rows are moved."""
+        """Slot -> images of the row that entered it last. Only prefill passes read them, before rows change slots."""
         self._pixels: dict[int, RowPixels] = {}
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         """Digest -> rows of an encoded image, those that were used last at the end."""

@@ -45,8 +45,8 @@ def _known(tokens: Mapping[str, Any], token: str, vocab_size: int, path: Path) -
     found = tokens.get(token)
     if not isinstance(found, int) or not 0 <= found < vocab_size:
         raise CheckpointError(
-            f"{shown(path)}: {quoted(token)} is no token of the model, which task=rerank compares with another; use a reranker "
-            "like Qwen3-Reranker"
+            f"{shown(path)}: {quoted(token)} is not one token of this tokenizer, and task=rerank compares the logits of two "
+            "tokens; use a reranker like Qwen3-Reranker"
         )
     return found
 

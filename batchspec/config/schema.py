@@ -58,8 +58,8 @@ class ModelConfig:
     chat_template: str | None = key(None, applies_to=CHATS, path=True)
     """Path of a Jinja file that replaces the checkpoint's chat template."""
     eye: bool = False
-    """Load the part of the model that encodes images, for chats that hold image parts with data. A job whose input.columns names
-    a column of images loads it anyway."""
+    """Load the model's vision encoder, for chats whose parts hold images. A job whose input.columns names a column of images
+    loads it anyway."""
     think_tokens: Any = key("auto", form="auto, none, or a list of one or two tokens", example="[<think>,</think>]")
     """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
     (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a

@@ -23,11 +23,11 @@ _WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
 
 def decode(data: bytes, fit: Fit) -> Rgb:
     """Its first frame, uint8 [fit.height, fit.width, 3]. Raises BadImage for bytes that cannot be decoded."""
-    header = read_header(data)  # of another object: Pillow keeps the EXIF that it found first
+    header = read_header(data)  # by another Image object: Pillow caches the first EXIF that it finds
     with opened(data) as image:
         turned = importlib.import_module("PIL.ImageOps").exif_transpose(image)
         if (turned.height, turned.width) != (header.height, header.width):
-            raise BadImage("bad_image", "EXIF after its pixels turns it; save it again, turned")
+            raise BadImage("bad_image", "its EXIF orientation is stored after the pixels; rotate the image and save it again")
         rgb = to_rgb(turned)
         return np.asarray(rgb.resize((fit.width, fit.height), pillow().Resampling.BICUBIC))
 

@@ -21,7 +21,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF")
 MOST_BYTES, MOST_PIXELS = 64 << 20, 89_478_485
 """Limits on an encoded image and on its pixels, before it is decoded. The second is Pillow's own, 256 MB of RGB."""
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
-"""EXIF's tag for the turn of an image, and its values that swap width and height."""
+"""The EXIF tag Orientation, and its values that swap width and height."""
 
 
 class BadImage(OneLine, ValueError):

@@ -29,7 +29,7 @@ _USUAL: dict[str, Any] = {
     "do_pad": None, "pad_size": None, "crop_size": None, "input_data_format": None, "return_tensors": None, "device": None,
     "disable_grouping": None, "image_seq_length": None,
 }
-"""Keys -> the only value with which pixels are made as here."""
+"""Keys -> the only supported value."""
 _UNREAD = ("image_processor_type", "processor_class", "feature_extractor_type", "_processor_class", "image_processor_class")
 """Names of classes."""
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", "Qwen3VLImageProcessor", None)
@@ -51,7 +51,7 @@ class ImageRule:
     merge: int
     """Patches along each side of the square that becomes one token."""
     frames: int
-    """Times that an image is repeated in a patch."""
+    """temporal_patch_size: how often a still image is repeated in a patch."""
     min_pixels: int
     max_pixels: int
     """Range of height * width after resizing."""
@@ -111,7 +111,7 @@ class ImageRule:
 def read_rule(values: Json, where: str, *, patch: int, merge: int, frames: int, placeholder: int) -> ImageRule:
     """The rule of a preprocessor_config.json. patch, merge, frames, placeholder: what config.json says.
 
-    Raises CheckpointError for an unknown key, a value with which pixels would be others, and what does not fit config.json.
+    Raises CheckpointError for an unknown key, a value that would change the pixels, and what does not fit config.json.
     """
     rest = {key: value for key, value in values.items() if key not in _UNREAD}
     if values.get("image_processor_type") not in _TYPES:
@@ -133,7 +133,7 @@ def read_rule(values: Json, where: str, *, patch: int, merge: int, frames: int, 
         raise _refusal(where, "image_std", list(std), "must be above 0; correct it")
     if rest:
         key, value = next(iter(rest.items()))
-        raise _refusal(where, key, value, "it is unknown whether it changes pixels; remove the key if it does not")
+        raise _refusal(where, key, value, "unknown key, which may change pixels; remove it if it does not")
     return ImageRule(
         patch=patch, merge=merge, frames=frames, min_pixels=low, max_pixels=high, mean=mean, std=std, placeholder=placeholder
     )

@@ -84,8 +84,8 @@ class PromptImages:
             named = "" if self.from_column else ", or name the column: input.columns.images=COLUMN"
             raise BadRow(
                 "image_count",
-                f"the chat has {marks} parts {{type: image}} or marks {IMAGE_MARK} for the images of the column, which are "
-                f"{len(column)}; correct the row{named}",
+                f"the chat has {marks} places for images ({{type: image}} or {IMAGE_MARK}), and the row's column has "
+                f"{len(column)} images; correct the row{named}",
             )
         left = iter(column)
         return turns, [
@@ -183,8 +183,11 @@ def of_file(path: str, root: Path | None, number: int) -> bytes:
     """The bytes of a file below `root`, links followed. It is missing, and may be there later, if it cannot be read."""
     where = f"image {number} is the file {quoted(path[:200])}"
     if root is None or "://" in path:
-        said = "nothing is fetched from a network" if "://" in path else "input.image_root names no folder of images"
-        raise BadRow("missing_image", f"image {number} is given by the name {quoted(path[:80])}, and {said}; give its bytes")
+        if "://" in path:
+            said = f"the URL {quoted(path[:80])}, and URLs are not downloaded; give its bytes"
+        else:
+            said = f"the path {quoted(path[:80])}, and input.image_root is not set; set it, or give the image's bytes"
+        raise BadRow("missing_image", f"image {number} is {said}")
     try:
         file = (root / path).resolve()
         if not file.is_relative_to(root.resolve()):

@@ -1,8 +1,8 @@
 """task=rerank: how well a document answers a query, as Qwen3-Reranker judges it.
 
-The model reads instruction, query and document in a template, and the score is the probability of `yes` where it says `yes` or
-`no`: softmax of these two logits after the last token. The parts of the template are tokenised by themselves. Any language model
-whose tokenizer has the template's tokens can be given to this task; that it was trained for it, the user says by task=rerank.
+The model reads instruction, query and document in a template, and the score is P(yes) / (P(yes) + P(no)) for the token after the
+prompt: softmax over these two logits. The parts of the template are tokenised by themselves. Any language model whose tokenizer
+has the template's tokens can be given to this task; task=rerank is the user's word that the model was trained for it.
 Source: the model card of Qwen/Qwen3-Reranker-0.6B, section Transformers Usage (format_instruction, process_inputs,
 compute_logits).
 """
@@ -104,7 +104,7 @@ class Rerank(Task):
 
 
 def _score(completion: Completion) -> float | None:
-    """The probability of `yes` where one of the two is said."""
+    """P(yes) / (P(yes) + P(no))."""
     values = completion.state_values
     if values is None:
         return None

@@ -2,7 +2,7 @@
 
     v = y * silu(z);   out = v / sqrt(mean over the group of v^2 + eps) * weight
 
-fp32 inside (fp64 for fp64), rounded once. z is read from the product that it is a part of.
+fp32 inside (fp64 for fp64), rounded once. z may be a slice of the wider output of in_proj.
 Bound by memory (bytes: 3 * T * channels * itemsize), by launch latency at decode sizes.
 Source: models/nemotron_h of transformers 5.24 (NemotronHRMSNormGated), which rounds before it multiplies with the weight where
 another part of the layer computed y in bf16.

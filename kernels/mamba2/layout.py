@@ -65,7 +65,7 @@ class SsmState:
     """What the recurrence keeps of the rows, one entry a slot. Each tensor is contiguous but for its first dimension."""
 
     state: Tensor
-    """[slots, NH, D, N] fp32, bf16 or, with fp64 inputs, fp64: after the first `folded` tokens. Undefined if these are none"""
+    """[slots, NH, D, N] fp32, bf16 or, with fp64 inputs, fp64: after the first `folded` tokens. Undefined if `folded` is 0"""
     inputs: Tensor
     """[slots, P, NH D + G N] of the model's dtype: x and B, after the convolution and SiLU"""
     steps: Tensor

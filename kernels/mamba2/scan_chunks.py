@@ -3,13 +3,13 @@
     total = cumsum(dt A) in the chunk;   W[i, j] = (C_i . B_j) exp(total_i - total_j) dt_j  for j <= i, else 0
     Y = exp(total) C S' + W X + d X;     S = exp(total_last) S + (exp(total_last - total) dt X)' B
 
-Chunks lie on multiples of 64 from position 0, and after each chunk S is rounded to the dtype in which it is stored (which is
-nothing for fp32). So a prefill that is cut at such multiples has the bits of one pass. Each program takes the chunks of one row,
-head and TILE values of D in order, with its part of the state in registers, and four products a chunk. The product of C and B is
-the same for the heads of a group, and each computes it: a quarter of its operations, for one launch and no scratch memory
-(mamba-ssm takes five launches and a state of each chunk). Operands of products are bf16 where the inputs are: copies of the
-state, W, and X times its factors are rounded to it. Sums, and the state itself within a chunk, are fp32. fp32 inputs are
-multiplied in fp32. Nothing is added up by atomics, so the bits are the same in every run.
+Chunks lie on multiples of 64 from position 0, and after each chunk S is rounded to the dtype in which it is stored (a no-op for
+fp32), so a prefill that is cut at multiples of 64 is bitwise equal to one pass. Each program takes the chunks of one row, head
+and TILE values of D in order, with its part of the state in registers, and four products a chunk. The product of C and B is the
+same for the heads of a group, but every program computes it: a quarter of its operations, in exchange for one launch and no
+scratch memory (mamba-ssm takes five launches and a state of each chunk). Operands of products are bf16 where the inputs are:
+copies of the state, W, and X times its factors are rounded to it. Sums, and the state itself within a chunk, are fp32. fp32
+inputs are multiplied in fp32. Nothing is added up by atomics, so the bits are the same in every run.
 Bound by latency with few rows: a row's chunks follow each other, in NH * D / TILE programs. With many by tensor cores.
 Source: Dao and Gu 2024 (arXiv 2405.21060), section 6.
 """
@@ -33,8 +33,8 @@ TILE, WARPS = 32, 4
 
 
 def stages_of(dtype: torch.dtype) -> int:
-    """Of the loop over chunks. Two of fp32 inputs with N = 128 have 107,008 bytes of shared memory and one 73,984, of 101,376 on
-    an L40S or RTX 3090."""
+    """num_stages of the loop over chunks. With fp32 inputs and N = 128 two stages take 107,008 bytes of shared memory and one
+    73,984; an L40S or RTX 3090 has 101,376."""
     return 1 if dtype == torch.float32 else 2
 
 
@@ -44,8 +44,8 @@ def scan_chunks_kernel(
     NH: tl.constexpr, D: tl.constexpr, G: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     ACC: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Program (row, head, TILE values of D). The state is turned, [DIM, TILE]. Places of a chunk that are not the pass's tokens
-    count as dt = 0."""
+    """Program (row, head, TILE values of D). The state is transposed, [DIM, TILE]. Places of a chunk that are not the pass's
+    tokens count as dt = 0."""
     DOT: tl.constexpr = ACC if INTERPRETED else xbc.dtype.element_ty
     TILES: tl.constexpr = (D + TILE - 1) // TILE
     head = tl.program_id(0) // TILES % NH

@@ -10,7 +10,7 @@ an output depends on how many tokens a round has, on how many positions it repla
 matrix products over the round's tokens would be fewer instructions, in an order that depends on K.)
 Bound by memory (bytes of a row: 2 * NH * D * N * itemsize of the state), with many positions by instructions. A tile of the state
 is cut among threads as in `gated_delta/delta_steps.py`, where this was measured.
-Source: Dao and Gu 2024 (arXiv 2405.21060). To replay inputs: as in `delta_steps.py`.
+Source: Dao and Gu 2024 (arXiv 2405.21060); of replaying inputs see `delta_steps.py`.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def scan_steps(
 def scan_steps_reference(
     xbc: Tensor, dt: Tensor, weights: SsmWeights, state: SsmState, rows: ConvRows, out: Tensor, *, commits: bool
 ) -> None:
-    """The same in plain torch, row by row. Operations of one shape for each position: a vector of another length may have its
-    exponentials computed by other code."""
+    """The same in plain torch, row by row. One position at a time: torch may compute exp of a tensor of another
+    length by other code, with other bits."""
     own, ring, acc = state.sizes, state.inputs.shape[1], wide(out.dtype)
     x_and_b = own.inner + own.groups * own.state_size
     rate, bias, skip = -weights.a_log.to(acc).exp(), weights.dt_bias.to(acc), weights.d.to(acc)

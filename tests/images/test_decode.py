@@ -98,7 +98,7 @@ def test_exif_after_the_pixels_of_a_png_does_not_turn_them_silently() -> None:
     begin = data.index(b"eXIf") - 4
     end = begin + 12 + struct.unpack(">I", data[begin : begin + 4])[0]
     moved = data[:begin] + data[end:-12] + data[begin:end] + data[-12:]
-    with pytest.raises(BadImage, match="EXIF after its pixels"):
+    with pytest.raises(BadImage, match="EXIF orientation is stored after the pixels"):
         decode(moved, Fit(8, 12))
 
 

@@ -58,7 +58,7 @@ def test_limits_on_pixels_of_a_job_or_a_row_replace_those_of_the_model() -> None
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"do_sharpen": True}, "do_sharpen=true: it is unknown whether"), ({"do_rescale": False}, "do_rescale=false: only true"),
+        ({"do_sharpen": True}, "do_sharpen=true: unknown key"), ({"do_rescale": False}, "do_rescale=false: only true"),
         ({"resample": 2}, "resample=2: only 3"), ({"rescale_factor": 0.5}, "rescale_factor=0.5: only"),
         ({"image_mean": [0.5]}, "image_mean=.*three numbers"), ({"image_std": [0.5, 0, 1]}, "image_std=.*above 0"),
         ({"merge_size": 3}, "merge_size=3: config.json says 2"), ({"patch_size": 14}, "patch_size=14: config.json says 16"),

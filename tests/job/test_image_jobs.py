@@ -148,12 +148,12 @@ def test_every_form_of_an_image_gives_the_same_tokens(vl: Path, tmp_path: Path) 
 
 
 BAD: tuple[tuple[str, Any, Any, str, str], ...] = (
-    ("marks", user("<image> <image>"), [A], "image_count", "2 parts .* of the column, which are 1"),
-    ("no mark", user("hello"), [A], "image_count", "0 parts .* of the column, which are 1"),
-    ("no image", user("<image>"), None, "image_count", "1 parts .* of the column, which are 0"),
+    ("marks", user("<image> <image>"), [A], "image_count", "2 places .* column has 1 images"),
+    ("no mark", user("hello"), [A], "image_count", "0 places .* column has 1 images"),
+    ("no image", user("<image>"), None, "image_count", "1 places .* column has 0 images"),
     ("null", user("<image>"), [None], "missing_image", "image 1 is null"),
-    ("name", user("<image>"), ["cats/1.png"], "missing_image", "'cats/1.png', and input.image_root names no folder"),
-    ("url", user("<image>"), ["https://x.org/1.png"], "missing_image", "nothing is fetched from a network"),
+    ("name", user("<image>"), ["cats/1.png"], "missing_image", "'cats/1.png', and input.image_root is not set"),
+    ("url", user("<image>"), ["https://x.org/1.png"], "missing_image", "URLs are not downloaded"),
     ("base64", user("<image>"), ["data:image/png;base64,!!"], "bad_image", "base64 is not valid"),
     ("text", user("<image>"), ["data:text/plain;base64,aGk="], "bad_image", "is a URL that begins with"),
     ("format", user("<image>"), [url(b"hello")], "bad_image", "begins with 68 65 6c 6c 6f"),
@@ -169,7 +169,7 @@ BAD: tuple[tuple[str, Any, Any, str, str], ...] = (
         "type 'image' with role 'assistant', and images are read of the roles user and tool",
     ),
     *(
-        (f"{kind} {key}", user([{"type": kind, **given, key: value}]), [A], "bad_messages", f"has {key}=.* no effect; give")
+        (f"{kind} {key}", user([{"type": kind, **given, key: value}]), [A], "bad_messages", f"has {key}=.* no effect; put")
         for kind, given, key, value in (
             ("image", {}, "url", "https://x.org/1.png"), ("image", {}, "path", "a.png"),
             ("image", {"image": url(B)}, "max_pixels", 64), ("image", {}, "resized_height", 64),
@@ -362,7 +362,7 @@ def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Pat
     assert "input.max_pixels=9 must be at least 64" in said
     assert "has no effect without" in refused(vl, tmp_path, f"input.image_root={tmp_path}", row={"prompt": "a"})
     llama = add_marks(make_checkpoint(tmp_path / "llama", "llama"))
-    assert "no part for images" in refused(llama, tmp_path, "input.columns={images:images}")
+    assert "no vision encoder" in refused(llama, tmp_path, "input.columns={images:images}")
     said = refused(vl, tmp_path, "input.columns={images:images}", row={**ROW, "images": 3})
     assert "allowed: bytes, struct<bytes, path>" in said
 
@@ -384,7 +384,7 @@ def test_without_an_eye_rows_are_what_they_were(vl: Path, tmp_path: Path) -> Non
     assert isinstance(refused, Completion)
     assert refused.error is not None
     assert refused.error.code == "no_eye"
-    assert "'image_url', and nothing is loaded that encodes images; set model.eye=true" in refused.error.message
+    assert "'image_url', and the model's vision encoder is not loaded; set model.eye=true" in refused.error.message
 
 
 @pytest.mark.second

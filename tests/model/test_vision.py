@@ -124,7 +124,7 @@ def test_positions_are_those_of_transformers_wherever_a_prompt_is_cut(layout: li
         ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the hidden_size"),
         ("vision_config", {"num_position_embeddings": 26}, "a square"), ("vision_config", {"depth": 0}, "depth"),
         ("vision_config", {"deepstack_visual_indexes": [9]}, "different layers of the eye"),
-        ("", {"image_token_id": 9999}, "image_token_id=9999 is outside"), ("", {"model_type": "gemma3"}, "no part for images"),
+        ("", {"image_token_id": 9999}, "image_token_id=9999 is outside"), ("", {"model_type": "gemma3"}, "no vision encoder"),
     ],
 )  # fmt: skip
 def test_a_key_that_changes_what_an_eye_computes_is_refused(

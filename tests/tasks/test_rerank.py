@@ -302,7 +302,7 @@ def test_checkpoints_that_are_no_such_reranker_are_refused_by_name(tmp_path: Pat
     score_matrix = make_thinking_tokenizer(make_classifier(tmp_path / "a", "qwen3", {0: "x"}), more=("yes", "no"))
     with pytest.raises(ConfigError, match=r"task=rerank needs an output matrix, and .* has a score matrix \(...ForSequence"):
         scored(score_matrix)
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: 'no' is no token of the model, which task=rerank compares"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: 'no' is not one token of this tokenizer, and task"):
         scored(make_tokenizer(make_checkpoint(tmp_path / "b", "qwen3")))
     folder = make_checkpoint(tmp_path / "c", "qwen3")
     file = make_thinking_tokenizer(folder, more=("yes", "no")) / "tokenizer.json"

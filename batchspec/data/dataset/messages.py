@@ -194,7 +194,7 @@ def _image(place: int, part: Any, role: str, images: list[Any] | None) -> Any:
     if role not in ("user", "tool"):
         raise BadChat(f"{where} with role {role[:40]!r}, and images are read of the roles user and tool alone; drop the row")
     if images is None:
-        raise NoEye(f"{where}, and nothing is loaded that encodes images; set model.eye=true, or drop the row")
+        raise NoEye(f"{where}, and the model's vision encoder is not loaded; set model.eye=true, or drop the row")
     found = part.get(kind)
     _refuse_other(where, part, ("type", kind))
     if kind == "image":
@@ -209,8 +209,8 @@ def _refuse_other(where: str, values: Mapping[str, Any], known: Sequence[str]) -
     """Raises BadChat for a key with a value that is not known."""
     if other := [key for key, value in values.items() if key not in known and value not in _EMPTY]:
         raise BadChat(
-            f"{where} has {str(other[0])[:40]}={str(values[other[0]])[:40]!r}, which would have no effect; give the image by the "
-            "key that type names, limits on its pixels by the columns min_pixels and max_pixels, and leave other keys out"
+            f"{where} has {str(other[0])[:40]}={str(values[other[0]])[:40]!r}, which would have no effect; put the image under "
+            "image or image_url, as type says, and limits in the columns min_pixels and max_pixels"
         )
 
 

@@ -47,8 +47,8 @@ def last_states(target: Target, hidden: Tensor) -> Tensor:
 
 
 def token_logits(token_ids: Sequence[int], target: Target, hidden: Tensor) -> Tensor:
-    """A `ValuesOf` but for its first argument: the logits of these tokens, [N, tokens]. Those of the rank's other tokens, of at
-    most SCORED_TOKENS rows, are in memory at once, and no rank gets any of another one's."""
+    """A `ValuesOf` once token_ids is bound: the logits of these tokens, [N, tokens]. A rank computes the logits of its whole
+    part of the vocabulary for at most SCORED_TOKENS rows at a time, and exchanges only those of these tokens."""
     first, parts = target.spec.vocab_part.start, hidden.split(SCORED_TOKENS) if len(hidden) else (hidden,)
     return torch.cat([token_logits_of_ranks(logits, first, token_ids, target.ranks) for logits in map(target.logits, parts)])
 

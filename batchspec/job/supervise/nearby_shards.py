@@ -27,8 +27,8 @@ class _AllBut(Container[int]):
 
 
 class NearbyShards(Iterator[InputShard]):
-    """The shards of one pass, each once, in the order of the input until another run turns out to have one. That run goes on from
-    there, and this one goes on inside the longest stretch of shards that are left.
+    """The shards of one pass, each once, in input order until the next shard turns out to be claimed by another run. The other
+    run keeps going from there; this one jumps into the longest stretch of unclaimed shards.
 
     So two runs that begin together divide the input near its middle, and later what is left of it again. A run alone reads all
     shards in order.
@@ -58,11 +58,11 @@ class NearbyShards(Iterator[InputShard]):
 
     def missed(self, *, done: bool) -> None:
         """Another run holds the shard that came last, or has done it."""
-        if self._has_claimed or not done:  # once a job is complete it has no claims: its shards are passed one by one
+        if self._has_claimed or not done:  # a complete job has no claims: its shards are passed one by one
             self._go_elsewhere(met=True)
 
     def _go_elsewhere(self, *, met: bool) -> None:
-        """met: whether this run has just met another one, which may have no other shard yet."""
+        """met: whether this run has just met another one, which may hold only that shard so far."""
         of_others = self._of_others(self._left)
         self._left -= of_others
         first = min(self._left, default=0)

@@ -48,8 +48,8 @@ def partial_rope(config: ConfigReader) -> RopeSpec:
 
 
 def no_rope(config: ConfigReader) -> RopeSpec:
-    """For models whose attention does not rotate. The rope_theta that their files have counts as read; what would make a rotation
-    of another type does not, so that the note about unread keys names it."""
+    """For models whose attention has no RoPE (NoPE). The rope_theta that their files have counts as read; what would make a
+    rotation of another type does not, so that the note about unread keys names it."""
     theta = read_theta(config, ConfigReader({}, config.where))
     if config.unchecked("rope_parameters", "rope_type") in (None, "default"):
         rope = config.part("rope_parameters")

@@ -1,8 +1,8 @@
 """Granite 3 and 4: a Llama with factors for embeddings, scores, what each block adds to the stream, and logits.
 
 Models of Granite 4 are saved as `granitemoehybrid`: their MLP has other names, gate and up in one tensor, and is a shared expert
-where there are experts (H-Tiny, H-Small). Those with an H in their names have Mamba2 layers besides attention, which then does
-not rotate. The router's product is in fp32.
+where there are experts (H-Tiny, H-Small). Those with an H in their names have Mamba2 layers besides attention, which then
+has no RoPE. The router's product is in fp32.
 Source: transformers, models/granite and models/granitemoehybrid.
 """
 

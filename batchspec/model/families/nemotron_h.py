@@ -1,7 +1,8 @@
 """Nemotron-H: Nemotron Nano 2, Nemotron 3: each layer is one block, a Mamba2 layer, attention, an MLP or experts.
 
-hybrid_override_pattern has a letter for each layer (M, *, -, E), newer files a list, layers_block_type. Attention does not
-rotate. MLPs and experts have no gate, and relu(up)^2; experts are chosen by sigmoid and a bias, and those of Super are narrow.
+hybrid_override_pattern has a letter for each layer (M, *, -, E), newer files a list, layers_block_type. Attention has no
+RoPE. MLPs and experts have no gate, and relu(up)^2; experts are chosen by sigmoid and a bias, and those of Super work in a
+smaller latent size (moe_latent_size).
 Files begin names with `backbone.`. dt of Mamba2 layers is not clamped, see `kernels/mamba2/layout.py`. MTP layers of a file are
 not read. The router's product is in fp32.
 Source: transformers, models/nemotron_h; NVIDIA 2025, Nemotron Nano 2 (arXiv 2508.14444).

@@ -23,8 +23,8 @@ def merge_order(grid: Grid, merge: int) -> Tensor:
 
 
 def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:
-    """[n, H] fp32 or wider: the rows of a learned square grid, table [side * side, H], at the places of an image's patches,
-    bilinear between its corners. coords int64 [2, n] of `merge_order`, on the table's device."""
+    """[n, H] fp32 or wider: learned position embeddings, table [side * side, H] of a square grid, interpolated bilinearly to an
+    image's patches (align_corners). coords int64 [2, n] of `merge_order`, on the table's device."""
     side = round(len(table) ** 0.5)
     taps, weights = [], []
     for at, size in zip(coords, grid, strict=True):
@@ -43,8 +43,8 @@ def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:
 
 
 def axial_angles(coords: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin fp32 [N, 1, dim] of a rotation by the row in the first quarter of a head, by the column in the second, and the
-    same in the other half. coords int64 [2, N]."""
+    """2D RoPE: cos and sin fp32 [N, 1, dim] of a rotation by the row in the first quarter of a head, by the column in the second,
+    and the same in the other half. coords int64 [2, N]."""
     half = dim // 2
     freqs = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=coords.device) / half)
     angles = coords.T[:, :, None].float() * freqs

@@ -26,7 +26,7 @@ class EyeSpec(CheckpointPart):
 
     rule: ImageRule
     sections: tuple[int, int, int]
-    """Of the language model's frequencies: see `AxisPositions`."""
+    """mrope_section of the language model: see `AxisPositions`."""
     formats: Formats = ALL_PLAIN
     shard: Shard = WHOLE
 

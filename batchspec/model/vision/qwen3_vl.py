@@ -62,8 +62,8 @@ class Qwen3VlSpec(EyeSpec):
     num_positions: int
     """Rows of the learned grid, a square."""
     deepstack: tuple[int, ...] = ()
-    """Layers of the ViT whose outputs have mergers of their own, in the order of the mergers. What they return goes to the text
-    layers in the order of the ViT's layers."""
+    """deepstack_visual_indexes: layers of the ViT whose outputs each have a merger, in the order of deepstack_merger_list. The
+    outputs are added after text layers 0, 1, ... in the order of the ViT's layers."""
     theta: float = 10_000.0
 
     def tensors(self) -> Iterator[TensorSpec]:

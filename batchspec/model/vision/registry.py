@@ -30,8 +30,8 @@ def load_eye(folder: Path) -> EyeSpec:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in EYES:
         raise CheckpointError(
-            f"{shown(folder)}: model_type {kind!r} has no part for images that batchspec supports; those with one are "
-            f"{', '.join(EYES)}; leave the images out (input.columns.images=null, model.eye=auto)"
+            f"{shown(folder)}: model_type {kind!r} has no vision encoder that batchspec supports; supported are "
+            f"{', '.join(EYES)}; leave the images out (input.columns.images=null, model.eye=false)"
         )
     where, nested = shown(folder / PREPROCESSOR), read_json(folder / PROCESSOR).get(NESTED)
     if nested is not None:

@@ -55,8 +55,8 @@ PREFILL_SLOWDOWN = 4.5
 """Time of the recurrence in a prefill, relative to that of its operations at the rate of large products. Not measured: that of
 the gated delta rule, which takes its chunks in the same way."""
 DT_BIASES, A_LOGS = (-6.9, -2.2), (0.0, 2.8)
-"""Ranges that models are trained from: softplus(dt_bias) from 0.001 to 0.1, exp(A_log) up to 16. Without the projected dt, a
-token leaves 20 % to 99.9 % of a state."""
+"""Ranges of initial values in training: softplus(dt_bias) from 0.001 to 0.1, exp(A_log) up to 16. With a projected dt of 0 a
+state decays by a factor of 0.2 to 0.999 per token."""
 
 
 _OF_HEADS: tuple[tuple[str, Role, tuple[float, float] | None], ...] = (
@@ -199,7 +199,7 @@ class Mamba2Spec(NormedSpec, MixerSpec):
     def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
         (state, conv_inputs, inputs, steps), batch = kept.rows, pass_.batch
         assert kept.num_folded is not None
-        # Otherwise a draft that is rejected later takes the place of an input that the next round reads.
+        # In a smaller ring inputs of drafts that are rejected later would overwrite inputs that the next round reads.
         places = conv_inputs.shape[1]
         assert batch.commits or batch.max_q + self.conv_width - 1 <= places, (batch.max_q, self.conv_width, conv_inputs.shape)
         own = SsmState(state=state, inputs=inputs, steps=steps, folded=kept.num_folded)
