@@ -24,3 +24,18 @@ def run_and_lose(words: Sequence[str]) -> None:
         patch.setattr(Journal, "flush_every", lambda self, seconds: self.flush())
         patch.setattr(OutputFolder, "publish", lost)
         assert run.main([*words]) == StorageError.exit_code
+
+
+def lose_and_continue(words: Sequence[str], computes: tuple[type, str], capsys: pytest.CaptureFixture[str], *, rows: int) -> None:
+    """Run the job and lose it, then continue it twice: neither run computes anything, as the journal has all rows.
+
+    computes  the method that computing a row calls
+    """
+    run_and_lose(words)
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*computes, lost)
+        assert run.main([*words]) == 0
+        assert f"{rows} completions are saved" in capsys.readouterr().err
+        assert run.main([*words]) == 0
+        assert "already complete" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.weights import expected_shapes
 from tests.checkpoint.test_config_values import ODD_NUMBERS, ODD_VALUES, ours
 from tests.helpers.models import make_checkpoint
-from tests.model.test_target import Runner, assert_like_transformers, load, oracle, prompts
+from tests.model.test_target import assert_bf16_near_the_exact_logits, assert_like_transformers
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 52, "head_dim": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -63,17 +63,9 @@ def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path
 @pytest.mark.second
 @pytest.mark.parametrize("name", ["biases, four taps, the last layer attends", "experts"])
 def test_logits_in_bf16_are_as_near_to_the_exact_ones_as_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """In prefill, and token by token."""
     family, config = MODELS[name]
     folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, initializer_range=0.1, **config)
-    (ids,) = prompts([40])
-    models = [oracle(folder, dtype, experts_implementation="eager") for dtype in (torch.float64, torch.bfloat16)]
-    with torch.inference_mode():
-        exact, theirs = (model(torch.tensor([ids])).logits[0].double() for model in models)
-    runner = Runner.start(load(folder, torch.bfloat16), 1)
-    parts = [runner.feed([ids[:23]])[0][0], *(runner.feed([[token]], known="drafts")[0][0] for token in ids[23:])]
-    ours = torch.cat(parts).double()
-    assert float((ours - exact).norm()) < 1.1 * float((theirs - exact).norm())
+    assert_bf16_near_the_exact_logits(folder, experts_implementation="eager")
 
 
 LFM2_1_2B: dict[str, Any] = {

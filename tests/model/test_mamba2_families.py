@@ -24,7 +24,7 @@ from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.weights import expected_shapes, judge_model
 from tests.helpers.models import make_checkpoint
-from tests.model.test_target import Runner, assert_like_transformers, load, oracle, prompts
+from tests.model.test_target import Runner, assert_bf16_near_the_exact_logits, assert_like_transformers, load, oracle, prompts
 
 MAMBA: dict[str, Any] = {"mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 3, "ssm_state_size": 13, "head_dim": 20}
 EXPERTS = {
@@ -118,17 +118,9 @@ def test_dt_is_not_clamped_at_time_step_min(tmp_path: Path) -> None:
 @pytest.mark.second
 @pytest.mark.parametrize("name", ["experts", "granite"])
 def test_logits_in_bf16_are_as_near_to_the_exact_ones_as_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """In prefill, and token by token."""
     family, config = MODELS[name]
     folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, initializer_range=0.1, **config)
-    (ids,) = prompts([40])
-    models = [oracle(folder, dtype, experts_implementation="eager") for dtype in (torch.float64, torch.bfloat16)]
-    with torch.inference_mode():
-        exact, theirs = (model(torch.tensor([ids])).logits[0].double() for model in models)
-    runner = Runner.start(load(folder, torch.bfloat16), 1)
-    parts = [runner.feed([ids[:23]])[0][0], *(runner.feed([[token]], known="drafts")[0][0] for token in ids[23:])]
-    ours = torch.cat(parts).double()
-    assert float((ours - exact).norm()) < 1.1 * float((theirs - exact).norm())
+    assert_bf16_near_the_exact_logits(folder, experts_implementation="eager")
 
 
 @pytest.mark.parametrize("known", ["outputs", "drafts"])

@@ -190,6 +190,18 @@ def test_logits_of_a_row_equal_those_of_transformers(name: str, tmp_path: Path) 
     torch.testing.assert_close(run(load(folder), ids)[0], expected, atol=1e-4, rtol=0)
 
 
+def assert_bf16_near_the_exact_logits(folder: Path, **options: Any) -> None:
+    """As near as those of transformers, in prefill, and token by token. options: of from_pretrained"""
+    (ids,) = prompts([40])
+    models = [oracle(folder, dtype, **options) for dtype in (torch.float64, torch.bfloat16)]
+    with torch.inference_mode():
+        exact, theirs = (model(torch.tensor([ids])).logits[0].double() for model in models)
+    runner = Runner.start(load(folder, torch.bfloat16), 1)
+    parts = [runner.feed([ids[:23]])[0][0], *(runner.feed([[token]], known="drafts")[0][0] for token in ids[23:])]
+    ours = torch.cat(parts).double()
+    assert float((ours - exact).norm()) < 1.1 * float((theirs - exact).norm())
+
+
 def assert_like_transformers(
     folder: Path, lengths: Sequence[int] = (37, 5, 22), *, dtype: torch.dtype = torch.float32, **options: Any
 ) -> None:

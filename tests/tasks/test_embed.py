@@ -23,7 +23,7 @@ from batchspec.config.compose import compose
 from batchspec.engine.features.states import StateValues
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
-from tests.helpers.lost_runs import lost, run_and_lose
+from tests.helpers.lost_runs import lose_and_continue
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer, needed
 
 DIM = 64
@@ -369,20 +369,14 @@ def test_keys_of_embeddings_are_refused_where_an_answer_is_decoded(tmp_path: Pat
 @pytest.mark.second
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_lost_run_is_continued_and_the_commands_know_the_job(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pooling: str
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], pooling: str
 ) -> None:
     """The journal keeps embeddings, so that the next run computes nothing; neither does one of a finished job."""
     texts().write_parquet(tmp_path / "in.parquet")
     words = words_of(model, tmp_path, "output.shard_rows=8", f"output.embedding_pooling={pooling}")
 
-    run_and_lose(words)
-    capsys.readouterr()
-    monkeypatch.setattr(StateValues, "leave", lost)  # nothing is left to embed
-    assert run.main(words) == 0
-    assert "6 completions are saved" in capsys.readouterr().err
+    lose_and_continue(words, (StateValues, "leave"), capsys, rows=6)
     assert check_rows(pl.read_parquet(tmp_path / "out/data/*.parquet"), model, mean=pooling == "mean") == 6
-    assert run.main(words) == 0
-    assert "already complete" in capsys.readouterr().err
     out = str(tmp_path / "out")
     for command in (["stats", out], ["status", out], ["inspect", out, "q1"], ["report", out]):
         assert cli(command) == 0, command

@@ -22,7 +22,7 @@ from batchspec.cli import main as cli
 from batchspec.engine.features.states import StateValues
 from batchspec.errors import CheckpointError, ConfigError, InputError
 from batchspec.job.report.stats import job_stats
-from tests.helpers.lost_runs import lost, run_and_lose
+from tests.helpers.lost_runs import lose_and_continue
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_classifier, make_thinking_tokenizer, make_tokenizer
 from tests.model.test_lora import make_adapter, merged_checkpoint
 
@@ -335,19 +335,13 @@ def test_files_of_sentence_transformers_must_compare_the_same_tokens(
 
 @pytest.mark.second
 def test_a_lost_run_is_continued_and_the_commands_know_the_job(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs().write_parquet(tmp_path / "in.parquet")
     words = words_of(model, tmp_path, "output.shard_rows=9")
-    run_and_lose(words)
-    capsys.readouterr()
-    monkeypatch.setattr(StateValues, "read", lost)  # nothing is left to score
-    assert run.main(words) == 0
-    assert "6 completions are saved" in capsys.readouterr().err
+    lose_and_continue(words, (StateValues, "read"), capsys, rows=6)
     found = pl.read_parquet(tmp_path / "out/data/*.parquet")
     assert check_rows(found, model) == 6
-    assert run.main(words) == 0
-    assert "already complete" in capsys.readouterr().err
     (one,) = job_stats(tmp_path / "out").scores
     own = found["score"].drop_nulls().cast(pl.Float64)
     assert (one.label, one.rows, one.greatest) == ("score", 6, own.max())

@@ -26,7 +26,7 @@ from batchspec.errors import CheckpointError, ConfigError
 from batchspec.job.report.scores import ScoreTally
 from batchspec.job.report.stats import job_stats
 from batchspec.model.spec import load_spec
-from tests.helpers.lost_runs import lost, run_and_lose
+from tests.helpers.lost_runs import lose_and_continue
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_classifier, make_tokenizer, make_wrapped
 
 LABELS = {0: "helpful", 1: "correct", 2: "long"}
@@ -231,21 +231,15 @@ def test_scores_of_other_answers_are_not_joined(model: Path, tmp_path: Path, cap
 
 @pytest.mark.second
 def test_a_lost_run_is_continued_and_the_commands_know_the_job(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The journal keeps scores, so that the next run computes nothing; neither does one of a finished job."""
     texts().write_parquet(tmp_path / "in.parquet")
     words = words_of(model, tmp_path, "output.shard_rows=8")
 
-    run_and_lose(words)
-    capsys.readouterr()
-    monkeypatch.setattr(StateValues, "read", lost)  # nothing is left to score
-    assert run.main(words) == 0
-    assert "6 completions are saved" in capsys.readouterr().err
+    lose_and_continue(words, (StateValues, "read"), capsys, rows=6)
     found = pl.read_parquet(tmp_path / "out/data/*.parquet")
     assert check_rows(found, model, [*LABELS.values()]) == 6
-    assert run.main(words) == 0
-    assert "already complete" in capsys.readouterr().err
     assert json.loads(OutputFolder(tmp_path / "out").manifest.fingerprint["task"]) == "reward"
     stats = job_stats(tmp_path / "out").scores
     assert [one.label for one in stats] == [*LABELS.values()]

@@ -24,7 +24,7 @@ from torch import Tensor
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.sharing_cost import SharingCost
-from batchspec.console.text import bytes_text
+from batchspec.console.text import bytes_text, counted
 from batchspec.model.layers.base import BlockSpec
 from batchspec.model.layers.forward import BlockSource, Selected, Stream
 from batchspec.model.layers.passes import Pass
@@ -91,6 +91,25 @@ def row_lines(kept: Sequence[LayerState]) -> str:
     return (
         f"{len(kept)} of the layers keep {bytes_text(sum(own.row_bytes for own in kept))} of a row, however long, and no K or V; "
         "rows with a common prefix begin with a copy of what they keep at its end"
+    )
+
+
+def refused_by_recurrence(use: Use) -> str | None:
+    """`MixerSpec.refuses` of a layer that keeps one state of a row."""
+    only_chains = (
+        "has recurrent layers, which keep one state of a row: only chains can be verified, and the model itself cannot draft them"
+    )
+    reasons: dict[Use, str] = dict.fromkeys(("tree", "self_draft"), only_chains)
+    return (reasons | dict.fromkeys(("drafter", "padded_prefill"), "has recurrent layers")).get(use)
+
+
+def about_states(states: Sequence[LayerState], name: str) -> About:
+    """`MixerSpec.about` of layers whose first row tensor is a state. name: of one such layer"""
+    kept = [own.row[0] for own in states]
+    dtype = str(kept[0].dtype).removeprefix("torch.")
+    size = bytes_text(sum(own.nbytes for own in kept))
+    return About(
+        model=(("recurrent", row_lines(states)),), memory=(("states", f"{size} a row in {dtype}, of {counted(len(kept), name)}"),)
     )
 
 

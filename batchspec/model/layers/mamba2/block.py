@@ -19,7 +19,6 @@ from torch import Tensor
 from batchspec.batch.flat_batch import Tokens
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.console.text import bytes_text, counted
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.mamba2.gated_group_norm import gated_group_norm
@@ -41,7 +40,7 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import BlockSource, Selected, SelectedTokens, Stream
-from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work, row_lines
+from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work, about_states, refused_by_recurrence
 from batchspec.model.layers.passes import Pass
 from batchspec.model.layers.scaled import scaled_product
 from batchspec.model.layers.short_conv.block import rows_of
@@ -176,25 +175,11 @@ class Mamba2Spec(NormedSpec, MixerSpec):
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
     def refuses(self, use: Use) -> str | None:
-        only_chains = (
-            "has recurrent layers, which keep one state of a row: only chains can be verified, and the model itself cannot draft "
-            "them"
-        )
-        reasons: dict[Use, str] = dict.fromkeys(("tree", "self_draft"), only_chains)
-        return (reasons | dict.fromkeys(("drafter", "padded_prefill"), "has recurrent layers")).get(use)
+        return refused_by_recurrence(use)
 
     @classmethod
     def about(cls, layers: Sequence[Mamba2Spec], run: Computing) -> About:
-        states = [own.kept(run) for own in layers]
-        kept = [own.row[0] for own in states]
-        dtype = str(kept[0].dtype).removeprefix("torch.")
-        return About(
-            model=(("recurrent", row_lines(states)),),
-            memory=((
-                "states",
-                f"{bytes_text(sum(own.nbytes for own in kept))} a row in {dtype}, of {counted(len(kept), 'Mamba2 layer')}",
-            ),),
-        )
+        return about_states([own.kept(run) for own in layers], "Mamba2 layer")
 
     def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
         (state, conv_inputs, inputs, steps), batch = kept.rows, pass_.batch
