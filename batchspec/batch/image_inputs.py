@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AxisPositions:
-    """RoPE positions along three axes (time, height, width), of which each frequency reads one (mRoPE, interleaved).
+    """RoPE positions along three axes (time, height, width). Each frequency reads one axis (mRoPE, interleaved).
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1; transformers, models/qwen3_vl (recomposition_frequencies).
     """

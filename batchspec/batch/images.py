@@ -72,8 +72,8 @@ class ImagesOnDevice:
         return axes, ImageInputs(upload(places, torch.int64, self._device), torch.cat(parts))
 
     def _found(self, segments: Segments) -> Iterator[tuple[ImagePiece, NDArray[np.uint8], int, int, int]]:
-        """Each image of which the pass computes tokens: its pixels, the flat index of the first of these tokens, and which of its
-        tokens they are."""
+        """The images that have tokens in this pass. Of each: the piece, its pixels, the flat index of its first token in the
+        pass, and the range (first, end) of its tokens that are in the pass."""
         flat = 0
         for slot, begin, end in segments:
             for number, piece in enumerate(self._images.get(slot, ())):

@@ -205,7 +205,7 @@ def prefix_hashes(ids: Ids, page_size: int, *, key: bytes = b"", images: Sequenc
     of a draft head do, and the log-probability of the next token does.
 
     key     as `Request.prefix_key`
-    images  of the prompt: equal placeholders may stand for parts of different images, or for different parts of one, so the
+    images  of the prompt: the same placeholder ids may stand for different images, or for different parts of one, so the
             digest of each image that a page or the token after it belongs to counts, and where in the image the page begins
     """
     hashes, parent = [], key

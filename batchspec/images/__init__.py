@@ -3,5 +3,5 @@
   header.py  size and format of an encoded image, without decoding it
   rule.py    preprocessor_config.json: the size to which an image is resized, its tokens, its digest
   decode.py  an encoded image as RGB of that size
-  pixels.py  the decoded images of a run, the newest of which are kept
+  pixels.py  decoded images of a run, in an LRU cache
 """

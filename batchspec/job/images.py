@@ -57,7 +57,7 @@ def of_engine(config: RunConfig) -> RunConfig:
 
 def of_call(config: RunConfig, columns: ColumnMap) -> ColumnMap:
     """The columns of a call of a warm engine, which say whether prompts may have images. Raises ConfigError for a column of
-    images beside prompts that are no chats."""
+    images if prompts are not chats."""
     if columns.get(IMAGES) is not None:
         return with_images(config, columns)[1]
     return replace(columns, has_images=config.model.eye)

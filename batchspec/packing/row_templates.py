@@ -41,7 +41,7 @@ class RowTemplates:
     """
 
     def __init__(self, input: InputConfig, texts: PromptTexts | None = None) -> None:
-        """texts: the columns of which the job's task makes prompts, if any"""
+        """texts: the text columns from which the job's task makes prompts; None: it reads a column of prompts"""
         self._texts = texts
         self.sources: dict[str, str] = {}
         """Texts of the templates: `prompt`, `system`."""

@@ -83,7 +83,7 @@ class EmbeddingFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTexts:
-    """The columns of text of which a task makes a row's prompt, in place of a column of prompts."""
+    """Text columns from which a task makes a row's prompt. They replace a column of prompts."""
 
     main: str
     """The one that may be cut, and whose absence is that of the prompt."""
@@ -102,7 +102,7 @@ class Parts:
 
     before: tuple[int, ...]
     head: str
-    """The beginning of the text, none of which is cut off."""
+    """The beginning of the text, which is never cut."""
     rest: str
     after: tuple[int, ...]
     called: tuple[str, str]

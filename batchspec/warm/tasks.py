@@ -100,8 +100,8 @@ def open_part(engine: Part, task: str | Options) -> Part:
     opened = job_without_rows(model)
     with OutOfMemoryGuard() as guard:
         try:
-            beside = LoadedEngine.load_warm(opened, expected_demand(opened), target=loaded.target)
-            return Part(model=model, opened=opened, loaded=beside)
+            second = LoadedEngine.load_warm(opened, expected_demand(opened), target=loaded.target)
+            return Part(model=model, opened=opened, loaded=second)
         except CapacityError as error:
             raise CapacityError(f"{found.asked} beside the engine's own batch: {error}") from None
     raise CapacityError(

@@ -138,7 +138,7 @@ class Mamba2Spec(NormedSpec, MixerSpec):
 
     def kept(self, run: Computing) -> LayerState:
         """The state, in a model of fp64 in fp64, and rings of P positions: the inputs of the convolution [P, C]; x and B after it
-        [P, NH D + G N], and dt [P, NH], of which a round writes K + 1 and reads as many."""
+        [P, NH D + G N], and dt [P, NH]. A round writes K + 1 positions and reads up to as many."""
         ring = max(2 * (run.draft_len + 1), run.draft_len + self.conv_width)
         sizes = (self.channels, self.inner_size + self.num_groups * self.state_size, self.num_heads)
         rings = (RowTensor((ring, size), run.dtype) for size in sizes)
