@@ -36,8 +36,8 @@ from batchspec.process.load_progress import count_step
 
 Shapes = dict[str, tuple[int, ...]]
 _DUMMY_EXPONENTS = (118, 125)
-_ONES, _SEVENS = 0x11111111, 0x77777777
-"""Words of eight zero points of four bits."""
+_ONES = 0x11111111
+"""A word of eight numbers of four bits."""
 
 
 def expected_shapes(spec: ModelSpec) -> Shapes:
@@ -201,8 +201,9 @@ class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002;
     parameters of a decay in the range of real ones, so that states stay small and keep what they were given for long.
 
-    The same in every run on one kind of device. MXFP4, INT4 and NVFP4 weights are random bits; the scales of MXFP4 are too, in a
-    range that keeps values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints.
+    The same in every run on one kind of device. MXFP4 and NVFP4 weights are random bits, those of INT4 but for their mean; the
+    scales of MXFP4 are random too, in a range that keeps values small. What is kept wider than the model's dtype holds numbers of
+    that dtype, as in most checkpoints.
     The ranks of a model have parts of one noise: each makes all of it, one tensor at a time.
     """
 
@@ -246,11 +247,15 @@ class DummyWeights:
         return made.normal_(0.0, 0.02, generator=self._generator).to(dtype)
 
     def _integers(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-        """Words of random bits, or an index. Zero points are stored as 7 or 8, as of weights whose mean is 0."""
+        """Words of random codes of four bits, or an index. The mean of codes is 8 and that of zero points too, so that of weights
+        is 0: weights with another mean make all tokens alike within a few layers, and a GPU multiplies equal numbers faster."""
         if tensor.role == "index":
             index = torch.arange(*shape, dtype=torch.int32, device=self.device) // int(tensor.typical)
             if not tensor.shuffled:
                 return index
             return index[torch.rand(shape, device=self.device, generator=self._generator).argsort()]
         words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=self.device, generator=self._generator)
-        return _SEVENS + (words & _ONES) if tensor.role == "zero_points" else words
+        if tensor.role == "zero_points":
+            return (int(tensor.typical) - 1) * _ONES + 2 * (words & _ONES)
+        is_positive = (words | words >> 1 | words >> 2 | words >> 3) & _ONES
+        return words | (is_positive ^ _ONES) << 3  # 8 in place of 0: the mean of 0 to 15 is 7.5

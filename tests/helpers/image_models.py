@@ -99,10 +99,10 @@ def picture(height: int, width: int, seed: int = 0, *, format: str = "PNG") -> b
     return out.getvalue()
 
 
-def image_target(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
+def image_target(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
     """The model of a folder with its eye."""
     spec = replace(load_spec(folder), eye=load_eye(folder))
-    return Target.load(folder, spec, dtype=dtype, device=torch.device("cpu"))
+    return Target.load(folder, spec, dtype=dtype, device=torch.device(device))
 
 
 def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, cap: int, seed: int = 0, **more: Any) -> Request:

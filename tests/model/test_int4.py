@@ -281,12 +281,20 @@ def test_dummy_weights_have_the_usual_size_and_valid_groups(layout: Layout) -> N
     assert 0.01 < float(dequantise(found, torch.float32).std()) < 0.04
 
 
-@pytest.mark.parametrize("layout", [of_gptq(32, sym=False), of_awq(32), of_compressed_tensors(32, symmetric=False)])
-def test_dummy_zero_points_are_those_of_weights_with_a_mean_of_0(layout: Layout) -> None:
-    spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, head_dim=16, quantization_config=layout.config)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        of_gptq(32), of_gptq(32, sym=False), of_awq(32), of_compressed_tensors(32), of_compressed_tensors(32, symmetric=False),
+    ],
+)
+def test_the_mean_of_dummy_weights_is_0(layout: Layout) -> None:
+    """With another mean all tokens of a random model are alike after a few layers, and a GPU multiplies equal numbers faster."""
+    spec = tiny_spec("llama", hidden_size=64, intermediate_size=960, head_dim=16, quantization_config=layout.config)
     weights = DummyWeights(spec, dtype=torch.bfloat16, device=CPU)
     weight = format_of(layout).weight(weights, "model.layers.0.mlp.down_proj")
-    assert weight.shifts is not None
-    filled = weight.scales != 0  # groups past K are padded
-    zeros = (-SIZE * weight.shifts[filled].float() / weight.scales[filled].float()).round().unique()
-    assert zeros.tolist() in ([7.0, 8.0], [8.0, 9.0])
+    wide = dequantise(weight, torch.float32)
+    assert abs(float(wide.mean())) < 0.03 * float(wide.std())  # half a code is 0.11 of it
+    if weight.shifts is not None:
+        filled = weight.scales != 0  # groups past K are padded
+        zeros = (-SIZE * weight.shifts[filled].float() / weight.scales[filled].float()).round().unique()
+        assert zeros.tolist() == [7.0, 9.0]

@@ -92,7 +92,8 @@ class TensorSpec:
     others: tuple[tuple[int, ...], ...] = ()
     """Other shapes in which the file may hold the same values."""
     typical: float = 1.0
-    """Among dummy weights the value of a scale, or of an index how often each value comes, one after another."""
+    """Among dummy weights the value of a scale, the mean of zero points, or of an index how often each value comes, one after
+    another."""
     shuffled: bool = False
     """Whether the values of an index among dummy weights come in any order."""
     between: tuple[float, float] | None = None

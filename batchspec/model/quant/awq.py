@@ -25,7 +25,7 @@ from batchspec.model.layers.base import Projection, Share, TensorSpec
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats
-from batchspec.model.quant.int4_format import EIGHTS, TYPICAL_SCALE, Int4, in_words
+from batchspec.model.quant.int4_format import EIGHTS, MEAN_CODE, TYPICAL_SCALE, Int4, in_words
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of its eight outputs."""
@@ -42,7 +42,10 @@ class Awq(Int4):
         name, groups, words = part.name, self.num_groups(part.k), part.rows // CODES
         return (
             TensorSpec(f"{name}.qweight", (part.k, words), "weight", ("I32",)),
-            TensorSpec(f"{name}.qzeros", (groups, words), "zero_points", ("I32",), words=(EIGHTS,) if self.symmetric else ()),
+            TensorSpec(
+                f"{name}.qzeros", (groups, words), "zero_points", ("I32",), words=(EIGHTS,) if self.symmetric else (),
+                typical=MEAN_CODE,
+            ),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),
             *bias_of(part),
         )

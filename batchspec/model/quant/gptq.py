@@ -26,7 +26,7 @@ from batchspec.model.layers.base import Projection, Share, TensorSpec
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats
-from batchspec.model.quant.int4_format import EIGHTS, TYPICAL_SCALE, Int4, in_words
+from batchspec.model.quant.int4_format import EIGHTS, MEAN_CODE, TYPICAL_SCALE, Int4, in_words
 
 _ONES, _SEVENS = 0x11111111, 0x77777777
 
@@ -46,7 +46,7 @@ class Gptq(Int4):
             TensorSpec(f"{name}.qweight", (part.k // CODES, part.rows), "weight", ("I32",)),
             TensorSpec(
                 f"{name}.qzeros", (groups, part.rows // CODES), "zero_points", ("I32",),
-                words=(EIGHTS, _SEVENS) if self.symmetric else (),
+                words=(EIGHTS, _SEVENS) if self.symmetric else (), typical=MEAN_CODE - self.minus_one,
             ),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),
             TensorSpec(f"{name}.g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=self.act_order),

@@ -29,6 +29,8 @@ from batchspec.model.quant.grouped import SeparateExperts, expert_parts
 
 TYPICAL_SCALE = 4e-3
 """Of dummy weights: their standard deviation is then 0.02."""
+MEAN_CODE = 8.0
+"""Of dummy weights; of their zero points too."""
 EIGHTS = -0x77777778
 """A word of zero points of 8, 0x88888888, as int32."""
 _SCALE_BYTES = 2  # fp16 or bf16 in published checkpoints

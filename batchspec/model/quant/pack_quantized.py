@@ -20,7 +20,7 @@ from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.int4 import CODES, unpack
 from batchspec.model.layers.base import Projection, Share, TensorSpec
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
-from batchspec.model.quant.int4_format import TYPICAL_SCALE, Int4, in_words
+from batchspec.model.quant.int4_format import MEAN_CODE, TYPICAL_SCALE, Int4, in_words
 
 FORMAT = "pack-quantized"
 _ACT_ORDERS = {"": False, "weight": False, "static": False, "group": True, "dynamic": True}
@@ -38,7 +38,8 @@ class PackQuantized(Int4):
             TensorSpec(f"{name}.weight_scale", (rows, groups), "scale", typical=TYPICAL_SCALE),
         ]
         if not self.symmetric:
-            found.append(TensorSpec(f"{name}.weight_zero_point", (rows // CODES, groups), "zero_points", ("I32",)))
+            shape = (rows // CODES, groups)
+            found.append(TensorSpec(f"{name}.weight_zero_point", shape, "zero_points", ("I32",), typical=MEAN_CODE))
         if self.act_order:
             often = float(self.group_size or part.k)
             found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=True))

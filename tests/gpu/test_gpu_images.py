@@ -1,0 +1,64 @@
+"""Rows with images on a GPU: in fp32 the tokens of the same rows on the CPU, whatever drafts and chunks are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.window import WindowDrafter
+from batchspec.images.decode import decode
+from batchspec.images.header import read_header
+from batchspec.model.target import Target
+from tests.engine.test_images import BATCH, ROWS, tokens
+from tests.helpers.image_models import image_engine, image_request, image_target, make_image_model, picture
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (8, 120))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model(tmp_path_factory.mktemp("models") / request.param, request.param, seed=3)
+
+
+def encoded(target: Target) -> torch.Tensor:
+    assert target.spec.eye is not None
+    assert target.eye is not None
+    images = []
+    for seed, size in enumerate(SIZES):
+        data = picture(*size, seed)
+        header = read_header(data)
+        images.append(decode(data, target.spec.eye.rule.fit(header.height, header.width)))
+    return torch.cat(target.eye.encode(images)).cpu()
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_an_image_is_encoded_as_on_the_cpu(folder: Path, dtype: torch.dtype, atol: float) -> None:
+    expected = encoded(image_target(folder))
+    found = encoded(image_target(folder, dtype, "cuda")).float()
+    assert (found - expected).abs().mean() < atol * expected.abs().mean()
+
+
+@pytest.mark.parametrize("chunk", [64, 23])
+def test_tokens_are_those_of_the_cpu(folder: Path, chunk: int) -> None:
+    """With 23 tokens a pass, chunks end inside images, if the model lets chunks end there."""
+    batch = replace(BATCH, prefill_tokens=chunk)
+
+    def run(device: str, drafter: Any) -> dict[str, list[int]]:
+        target = image_target(folder, device=device)
+        own = replace(batch, prefill_tokens=max(chunk, target.spec.prefill_multiple or 1))
+        rows = [image_request(i, target.spec, parts, cap=64, seed=i) for i, parts in enumerate(ROWS)]
+        return tokens(list(image_engine(target, drafter(target), own).run(rows)))
+
+    expected = run("cpu", lambda _: NoDrafter())
+    assert run("cuda", lambda _: NoDrafter()) == expected
+    assert run("cuda", lambda _: LookupDrafter(3, min_ngram=1, max_ngram=3)) == expected
+    if folder.name == "qwen3_vl":
+        assert run("cuda", lambda own: WindowDrafter(own, 3, slots=BATCH.num_slots, window=250)) == expected
