@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
 from batchspec.config.no_effect import refuse_given
 from batchspec.config.schema import RunConfig
@@ -63,14 +61,13 @@ def of_call(config: RunConfig, columns: ColumnMap) -> ColumnMap:
     return replace(columns, has_images=config.model.eye)
 
 
-def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles, device: torch.device) -> ModelSpec:
-    """The spec with the eye of the model's files, if the job has images, for this device. Raises ConfigError for what is not
-    supported with them, and CheckpointError for a model without an eye."""
+def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelSpec:
+    """The spec with the eye of the model's files, if the job has images. Raises ConfigError for what is not supported with them,
+    and CheckpointError for a model without an eye."""
     if not config.model.eye:
         return spec
     pillow()
     refused = {
-        "a GPU (set device=cpu)": device.type == "cuda",  # the same plain torch would run there, but never has
         task_of(config).asked: not task_of(config).decodes,
         f"draft={config.draft.name}": config.draft.name not in DRAFTERS,
         f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,

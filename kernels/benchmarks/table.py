@@ -7,7 +7,8 @@ from batchspec.kernels.benchmarks.experts import EXPERTS
 from batchspec.kernels.benchmarks.gated_delta import GATED_DELTA
 from batchspec.kernels.benchmarks.products import PRODUCTS
 from batchspec.kernels.benchmarks.sampling import SAMPLING
+from batchspec.kernels.benchmarks.vision import VISION
 
 TABLE = {
-    benchmark.name: benchmark for benchmark in (*SAMPLING, *PRODUCTS, *EXPERTS, *ATTENTION, *GATED_DELTA)
+    benchmark.name: benchmark for benchmark in (*SAMPLING, *PRODUCTS, *EXPERTS, *ATTENTION, *GATED_DELTA, *VISION)
 }

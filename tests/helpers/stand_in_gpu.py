@@ -22,7 +22,9 @@ from batchspec.kernels.common.dry_run import is_dry
 from batchspec.model.layers.attention.padded import TorchPlan
 from batchspec.tuning import policy
 
-WIDE_IN_BF16 = {"verify_kernel", "ordered_attention_kernel", "ordered_prefill_kernel", "ragged_prefill_kernel"}
+WIDE_IN_BF16 = {
+    "verify_kernel", "ordered_attention_kernel", "ordered_prefill_kernel", "ragged_prefill_kernel", "bidirectional_kernel",
+}
 """Kernels that are told so that the interpreter must convert their operands."""
 
 

@@ -28,10 +28,8 @@ from batchspec.heads.data import read_rows
 from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
-from batchspec.kernels.common.card import assumed
 from batchspec.model.vision.registry import load_eye
 from batchspec.records import Completion
-from batchspec.tuning.cards import known_card
 from tests.helpers.image_models import PAD, PREPROCESSOR, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
@@ -343,11 +341,6 @@ def test_tokens_that_were_saved_for_another_image_end_the_run(
     capfd.readouterr()
     assert run.main(cut if how == "resume" else words(vl, tmp_path, *keys, "decode.max_new_tokens=20", how)) == 2
     assert "has other images now than when its tokens were saved" in capfd.readouterr().err
-
-
-def test_a_gpu_is_refused_until_the_encoder_has_run_on_one(vl: Path, tmp_path: Path) -> None:
-    with assumed(known_card("H200").card):
-        assert "a GPU (set device=cpu) is not supported with images" in refused(vl, tmp_path, "input.columns={images:images}")
 
 
 def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What eyes are made of, in plain torch. N patches of all images of a pass, one image after another; NH heads of D numbers."""
+"""What vision encoders are made of. N patches of all images of a pass, one image after another; NH heads of D numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from batchspec.batch.upload import upload
+from batchspec.kernels.attention import bidirectional
 
 Grid = tuple[int, int]
 """Rows and columns of an image's patches."""
@@ -43,29 +46,31 @@ def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:
 
 
 def axial_angles(coords: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """2D RoPE: cos and sin fp32 [N, 1, dim] of a rotation by the row in the first quarter of a head, by the column in the second,
-    and the same in the other half. coords int64 [2, N]."""
+    """2D RoPE: cos and sin fp32 [N, dim/2] of a rotation by the row in the first half of the pairs of a head, by the column in
+    the others. coords int64 [2, N]."""
     half = dim // 2
     freqs = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=coords.device) / half)
-    angles = coords.T[:, :, None].float() * freqs
-    angles = angles.flatten(1).repeat(1, 2)[:, None]
+    angles = (coords.T[:, :, None].float() * freqs).flatten(1)
     return angles.cos(), angles.sin()
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [N, NH, D], value j turned with j + D/2, in fp32 or wider."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    first, second = wide.chunk(2, -1)
-    return (wide * cos + torch.cat((-second, first), -1) * sin).to(heads.dtype)
+class AttentionWithin:
+    """Attention of each patch to those of its own image, in all layers of a pass."""
 
+    def __init__(self, cu_seqlens: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """cu_seqlens: [images + 1] where the patches of each image begin, and N."""
+        self._cu_seqlens = cu_seqlens
+        has_kernel = device.type == "cuda" and dtype in bidirectional.DTYPES
+        self._tiles = upload(bidirectional.tiles_of(cu_seqlens), torch.int32, device) if has_kernel else None
 
-def attend_within(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
-    """Attention of each patch to those of its own image: q, k, v [N, NH, D] -> [N, NH * D].
-
-    cu_seqlens  [images + 1] where the patches of each image begin, and N
-    """
-    found = []
-    for begin, end in pairwise(cu_seqlens):
-        query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
-        found.append(F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1).flatten(1))
-    return torch.cat(found)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [N, NH, D] -> [N, NH * D]."""
+        if self._tiles is not None and q.shape[-1] <= bidirectional.MAX_HEAD_DIM:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            bidirectional.bidirectional_attention(q, k, v, self._tiles, scale=q.shape[-1] ** -0.5, out=out)
+            return out.flatten(1)
+        found = []
+        for begin, end in pairwise(self._cu_seqlens):
+            query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+            found.append(F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1).flatten(1))
+        return torch.cat(found)

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.images.rule import read_rule
+from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
 from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant.base import Weights
-from batchspec.model.vision.blocks import attend_within, axial_angles, grid_positions, merge_order, rotate
+from batchspec.model.vision.blocks import AttentionWithin, axial_angles, grid_positions, merge_order
 from batchspec.model.vision.eye import EyeSpec
 
 EPS = 1e-6
@@ -199,10 +200,11 @@ class Qwen3VlEye:
         x = F.linear(patches.to(dtype), self._patch, self._weights["patch_embed.proj.bias"])
         table = self._weights["pos_embed.weight"]
         x = x + torch.cat([grid_positions(table, own, grid) for own, grid in zip(coords, grids, strict=True)]).to(dtype)
-        cos, sin = axial_angles(torch.cat(coords, 1), spec.size // spec.heads, spec.theta)
+        angles = axial_angles(torch.cat(coords, 1), spec.size // spec.heads, spec.theta)
+        attend = AttentionWithin(cu_seqlens, dtype, self._device)
         deeper: list[Tensor] = []
         for layer in range(spec.depth):
-            x = self._layer(f"blocks.{layer}.", x, cos, sin, cu_seqlens)
+            x = self._layer(f"blocks.{layer}.", x, angles, attend)
             if layer in spec.deepstack:
                 name = f"deepstack_merger_list.{spec.deepstack.index(layer)}."
                 deeper.append(self._merged(name, x, inner_norm=False))
@@ -220,11 +222,11 @@ class Qwen3VlEye:
         values = self._values[colours, cells]
         return values[:, :, None].expand(-1, -1, self.spec.rule.frames, -1, -1).flatten(1)
 
-    def _layer(self, name: str, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
-        normed = self._normed(f"{name}norm1", x)
-        q, k, v = self._linear(f"{name}attn.qkv", normed).unflatten(1, (3, self.spec.heads, -1)).unbind(1)
-        attended = attend_within(rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens)
-        x = x + self._linear(f"{name}attn.proj", attended)
+    def _layer(self, name: str, x: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionWithin) -> Tensor:
+        heads = self.spec.heads
+        qkv = self._linear(f"{name}attn.qkv", self._normed(f"{name}norm1", x)).unflatten(1, (3 * heads, -1))
+        rotate_heads(qkv[:, : 2 * heads], *angles)
+        x = x + self._linear(f"{name}attn.proj", attend(*qkv.split(heads, 1)))
         inner = F.gelu(self._linear(f"{name}mlp.linear_fc1", self._normed(f"{name}norm2", x)), approximate=self.spec.gelu)
         return x + self._linear(f"{name}mlp.linear_fc2", inner)
 

@@ -156,6 +156,11 @@ for _window, _given, _dim, _tile, _parts in ((0, None, 512, 32, 2), (16, PF32, 6
          q_stride_h=I32, k_stride=I32, v_stride=I32, KV_HEADS=4, HEADS=8, HEAD_DIM=_dim, DIM=_dim, WINDOW=_window, TILE=_tile,
          BLOCK=32, V_PARTS=_parts, WIDE=False)
 
+for _dim, _held in ((72, (64, 16)), (64, (64, 0)), (128, (128, 0))):
+    case(f"bidirectional_kernel D={_dim}", "bidirectional", 4, stages=3, q="*bf16", k="*bf16", v="*bf16", tiles=PI32,
+         out="*bf16", scale="fp32", stride=I32, HEADS=16, HEAD_DIM=_dim, DIM=_held[0], REST=_held[1], TILE=128, BLOCK=64,
+         WIDE=False)
+
 CASES.seldom |= {
     "verify_kernel bf16 D=256, tile 16, window 1024, grouped False, tree False, early True, sinks False",
     "verify_kernel bf16 D=512, tile 32, window 0, grouped True, tree True, early False, sinks False",

@@ -96,3 +96,7 @@ CASES.seldom |= {
     "norm_fp8_kernel residual None, whole False, given None",
     "norm_fp8_kernel residual *bf16, whole True, given None",
 }
+
+for _dtype in ("bf16", "fp32"):
+    case(f"rotate_heads_kernel {_dtype}", "rotate_heads", 4, heads=f"*{_dtype}", cos=PF32, sin=PF32, stride=I32, COUNT=32,
+         HALF=36, LANES=64, BLOCK=32, ACC="fp32")
