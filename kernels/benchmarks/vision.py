@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.attention.bidirectional import (
+    USUAL,
     Settings,
     bidirectional_attention,
     bidirectional_attention_reference,
@@ -18,19 +19,20 @@ from batchspec.kernels.benchmarks.case import Benchmark, Case, Ways, copies, int
 from batchspec.kernels.common.graph_clock import Call
 
 SWEPT = tuple(
-    Settings(block, warps, stages) for block in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)
+    Settings(tile, block, warps, stages)
+    for tile, warps in ((64, 4), (128, 4), (128, 8), (256, 8)) for block in (32, 64, 128) for stages in (2, 3)
 )  # fmt: skip
 
 
 def within_case(images: int, patches: int, heads: int, dim: int) -> Case:
     """Images of so many patches each."""
     cu_seqlens = [0, *accumulate([patches] * images)]
-    tiles = torch.tensor(tiles_of(cu_seqlens), dtype=torch.int32)
     given = copies(lambda: noise(images * patches, 3, heads, dim), 2 * 3 * images * patches * heads * dim)
     scale = dim**-0.5
 
-    def calls(settings: Settings | None = None) -> list[Call]:
+    def calls(settings: Settings = USUAL) -> list[Call]:
         found: list[Call] = []
+        tiles = torch.tensor(tiles_of(cu_seqlens, settings), dtype=torch.int32)
         for qkv in given:
             q, k, v = qkv.unbind(1)
             out = unwritten(q).contiguous()
@@ -40,11 +42,12 @@ def within_case(images: int, patches: int, heads: int, dim: int) -> Case:
     def reference() -> Tensor:
         q, k, v = given[0].unbind(1)
         out = torch.empty_like(q).contiguous()
+        tiles = torch.tensor(tiles_of(cu_seqlens), dtype=torch.int32)
         bidirectional_attention_reference(q, k, v, tiles, scale=scale, out=out)
         return out
 
     def settings() -> Ways:
-        return {f"block {own.block} warps {own.warps} stages {own.stages}": calls(own) for own in SWEPT}
+        return {f"tile {own.tile} block {own.block} warps {own.warps} stages {own.stages}": calls(own) for own in SWEPT}
 
     bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
     flash = [partial(_flash, qkv, bounds, patches) for qkv in given] if torch.cuda.is_available() else []

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.common.rounding import as_stored
 from batchspec.kernels.gated_delta.chunk_products import CHUNK, FACTORS, chunk_products_kernel
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState, check_inputs, row_of, wide
 
@@ -73,7 +74,7 @@ def delta_chunks_kernel(
         o = tl.dot(query, before, input_precision="ieee", out_dtype=ACC) * from_state[:, None]
         o = tl.dot(attended, new.to(DOT), o, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(tl.trans(key), (new * to_state[:, None]).to(DOT), s * decay, input_precision="ieee", out_dtype=ACC)
-        s = s.to(state.dtype.element_ty).to(ACC)
+        s = as_stored(s, state.dtype.element_ty, INTERPRETED)
         tl.store(out + value_at, o.to(out.dtype.element_ty), mask=valued)
     tl.store(at, s.to(state.dtype.element_ty), mask=(column < DV)[None, :] & (dim < DK)[:, None])
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.common.rounding import as_stored
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState, check_inputs, row_of, wide
 
 WARPS = 1  # a program of one warp waits for no other
@@ -62,7 +63,7 @@ def delta_steps_kernel(
     q, k, v, gates, state, keys, values, ring_gates, folded, cu_seqlens, positions, slots, live, out, commits,
     state_stride, keys_stride, values_stride, gates_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr,
-    PARTS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program (row, value head, TILE lines of its state). They are [SIDE, PARTS, SIDE, LANES]: lines are (SIDE, SIDE), and DK is
     (PARTS, LANES). Triton divides LANES among 8 threads, and then the first dimension (Triton 3.6) or the last but one (3.9)
@@ -103,7 +104,7 @@ def delta_steps_kernel(
         key = key[None, :, None, :]
         delta = beta * (value - decay * tl.sum(tl.sum(s * key, 1), 2))
         s = s * decay + delta[:, None, :, None] * key
-        s = s.to(state.dtype.element_ty).to(ACC)
+        s = as_stored(s, state.dtype.element_ty, INTERPRETED)
         if position >= first:
             o = tl.sum(tl.sum(s * query[None, :, None, :], 1), 2)
             tl.store(out_at, o, mask=line < DV)
@@ -137,7 +138,7 @@ def delta_steps(
             batch.cu_seqlens, batch.positions, batch.slots, batch.live, out, int(commits), state.state.stride(0),
             state.keys.stride(0), state.values.stride(0), state.gates.stride(0), HK=key_heads, HV=value_heads, DK=key_dim,
             DV=value_dim, RING=ring, PARTS=triton.next_power_of_2(triton.cdiv(key_dim, lanes)), LANES=lanes,
-            ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, num_warps=WARPS,
+            ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, INTERPRETED=not out.is_cuda, num_warps=WARPS,
             maxnreg=None if out.dtype == torch.float64 else REGISTERS, **launch_args(out),
         )
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.common.rounding import as_stored
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.gated_delta.convolve import softplus
 from batchspec.kernels.gated_delta.layout import row_of, wide
@@ -84,7 +85,7 @@ def scan_chunks_kernel(
         tl.store(out + (token * (NH * D) + head * D)[:, None] + line[None, :], y.to(out.dtype.element_ty), mask=valued)
         added = x.to(ACC) * (tl.exp(last - total) * step)[:, None]
         s = tl.dot(tl.trans(b), added.to(DOT), s * tl.exp(last), input_precision="ieee", out_dtype=ACC)
-        s = s.to(state.dtype.element_ty).to(ACC)
+        s = as_stored(s, state.dtype.element_ty, INTERPRETED)
     tl.store(at, s.to(state.dtype.element_ty), mask=(line < D)[None, :] & (dim < N)[:, None])
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.common.rounding import as_stored
 from batchspec.kernels.gated_delta.convolve import softplus
 from batchspec.kernels.gated_delta.delta_steps import LANE_BYTES, REGISTERS, SIDE, TILE, WARPS
 from batchspec.kernels.gated_delta.layout import row_of, wide
@@ -56,7 +57,7 @@ def scan_steps_kernel(
     xbc, dt, a_log, dt_bias, d, state, inputs, steps, folded, cu_seqlens, positions, slots, live, out, commits,
     xbc_stride, dt_stride, state_stride, inputs_stride, steps_stride,
     NH: tl.constexpr, D: tl.constexpr, G: tl.constexpr, N: tl.constexpr, RING: tl.constexpr,
-    PARTS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program (row, head, TILE lines of its state). They are [SIDE, PARTS, SIDE, LANES] as in `delta_steps_kernel`: lines are
     (SIDE, SIDE), and N is (PARTS, LANES). The first program of a head writes dt, the first one of a group B."""
@@ -95,7 +96,7 @@ def scan_steps_kernel(
         step = softplus(raw.to(ACC) + bias)
         wide_x = x.to(ACC)
         s = s * tl.exp(step * rate) + (step * wide_x)[:, None, :, None] * b.to(ACC)[None, :, None, :]
-        s = s.to(state.dtype.element_ty).to(ACC)
+        s = as_stored(s, state.dtype.element_ty, INTERPRETED)
         if position >= first:
             y = tl.sum(tl.sum(s * c.to(ACC)[None, :, None, :], 1), 2) + skip * wide_x
             tl.store(out_at, y.to(out.dtype.element_ty), mask=line < D)
@@ -141,7 +142,7 @@ def scan_steps(
             rows.cu_seqlens, rows.positions, rows.slots, rows.live, out, int(commits), xbc.stride(0), dt.stride(0),
             state.state.stride(0), state.inputs.stride(0), state.steps.stride(0), NH=own.heads, D=own.head_dim, G=own.groups,
             N=own.state_size, RING=ring, PARTS=triton.next_power_of_2(triton.cdiv(own.state_size, lanes)), LANES=lanes,
-            ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, num_warps=WARPS,
+            ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, INTERPRETED=not out.is_cuda, num_warps=WARPS,
             maxnreg=None if out.dtype == torch.float64 else REGISTERS, **launch_args(out),
         )
 

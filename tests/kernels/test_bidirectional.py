@@ -8,19 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.attention import bidirectional as module
-from batchspec.kernels.attention.bidirectional import Settings, bidirectional_attention, parts_of, tiles_of
+from batchspec.kernels.attention.bidirectional import USUAL, Settings, bidirectional_attention, parts_of, tiles_of
 from tests.kernels.covering import covering
 
 NAN = float("nan")
-SMALL = Settings(block=16)
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch, interpret: bool) -> None:
-    """In the interpreter sequences of several tiles and blocks stay short."""
-    if interpret:
-        monkeypatch.setattr(module, "TILE", 32)
+SMALL = Settings(tile=32, block=16)
+"""In the interpreter sequences of several tiles and blocks stay short."""
 
 
 def bounds(lengths: list[int]) -> list[int]:
@@ -46,8 +39,8 @@ def test_each_token_attends_to_its_whole_sequence(
     qkv[-lengths[-1] :, :2] *= 3.0
     q, k, v = qkv.unbind(1)
     out = torch.full((count, heads, dim), NAN, dtype=torch.half, device=device)
-    tiles = torch.tensor(tiles_of(bounds(lengths)), dtype=torch.int32, device=device)
-    settings = SMALL if interpret else None
+    settings = SMALL if interpret else USUAL
+    tiles = torch.tensor(tiles_of(bounds(lengths), settings), dtype=torch.int32, device=device)
     bidirectional_attention(q, k, v, tiles, scale=dim**-0.5, out=out, settings=settings, interpret=interpret)
     torch.testing.assert_close(out.double().cpu(), by_hand(q, k, v, lengths, dim**-0.5), atol=4e-3, rtol=4e-3)
 
@@ -72,7 +65,7 @@ def test_every_query_is_in_one_tile_of_its_sequence(lengths: list[int]) -> None:
     seen: dict[int, tuple[int, int]] = {}
     for first, begin, end in tiles_of(bounds(lengths)):
         assert begin <= first < end
-        seen |= {token: (begin, end) for token in range(first, min(end, first + module.TILE)) if token not in seen}
+        seen |= {token: (begin, end) for token in range(first, min(end, first + USUAL.tile)) if token not in seen}
     expected = [(begin, begin + length) for begin, length in zip(bounds(lengths), lengths, strict=False) for _ in range(length)]
     assert [seen[token] for token in range(sum(lengths))] == expected
 

@@ -37,7 +37,7 @@ from tests.kernels.compile_cases import (
     tree,
 )
 from tests.kernels.compile_cases.cases import Case
-from tests.kernels.unpacking import assert_unpacks_to_the_bit
+from tests.kernels.unpacking import assert_rounds_to_the_bit, assert_unpacks_to_the_bit
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -63,6 +63,7 @@ def multiplies_e4m3_itself(name: str, ptx: str) -> None:
     assert all(re.match(r"wgmma\S*m64n\d+k32\.f32\.e4m3\.e4m3$", each) for each in found), f"{name}: {found}"
 
 
+RECURRENT = ("delta_steps_kernel", "delta_chunks_kernel", "scan_steps_kernel", "scan_chunks_kernel")
 OF_FOUR_BIT = ("four_bit_linear_kernel", "four_bit_direct_kernel", "experts_four_bit_kernel")
 DIRECT = ("four_bit_direct_kernel", "experts_mxfp4_kernel")
 
@@ -141,6 +142,10 @@ def compile_case(name: str, architecture: int) -> str:
     if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
+    if kernel in RECURRENT and arguments["state"] == "*bf16":
+        assert_rounds_to_the_bit(compiled.asm["ttgir"])
+        alone = compiled.asm["ptx"].count("cvt.rn.bf16.f32")  # a state's numbers of a thread are 64; outputs are few
+        assert alone < 16, f"{name}: {alone} numbers are rounded one by one, at a sixteenth of the rate"
     if unpacks:
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
     if in_tiles and architecture == 90:

@@ -1,5 +1,5 @@
-"""Executes the instructions with which the compiled INT4, NVFP4 and MXFP4 kernels unpack words, number by number: no CPU has
-them, and Triton's interpreter takes another way."""
+"""Executes the instructions with which compiled kernels unpack words of INT4, NVFP4 and MXFP4 and round states to bf16, number by
+number: no CPU has them, and Triton's interpreter takes another way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_unpacks_to_the_bit(ttgir: str) -> None:
     for part, program in enumerate(programs):
         factor = pairs + int(LOW_SCALE if part % 2 == 0 else HIGH_SCALE)
         shift = (zeros | zeros << 16) << 4 * (part % 2) if given else (pairs ^ (int(SIGNS) & 0xFFFFFFFF)) - int(OFFSET)
-        found = _halves(_run(program, words, factor.astype(np.uint32), shift.astype(np.uint32)))
+        found = _halves(_run(program, {"$1": words, "$2": factor.astype(np.uint32), "$3": shift.astype(np.uint32)})["$0"])
         for half, own in enumerate(_halves(words)):
             exact = ((own >> 4 * part & 15).astype(np.float64) - zeros) * scale
             assert np.array_equal(_number(found[half]) * 256, _number(_rounded(exact))), program
@@ -65,18 +65,28 @@ def assert_unpacks_nvfp4(programs: list[str], words: Words, bits: NDArray[np.int
     """bits: those of bf16 of scales of NVFP4 * 2^118"""
     scale, factor = _number(bits.astype(np.uint16)) * 2.0**-118, (bits | bits << 16).astype(np.uint32)
     for program, places in zip(programs, PLACES, strict=True):
-        found = _halves(_run(program, words, factor, factor))
+        found = _halves(_run(program, {"$1": words, "$2": factor, "$3": factor})["$0"])
         for half, own in enumerate(_halves(words)):
             code = sum((own >> place & 1).astype(np.int64) << 3 - bit for bit, place in enumerate(places))
             assert np.array_equal(_number(found[half]) * 256, np.array(VALUES)[code] * scale), program
 
 
-def _run(program: str, words: Words, factor: Words, shift: Words) -> Words:
-    """The output of a program of PTX instructions, whose inputs are those of `unpack_int4`, or words and scales."""
-    registers: dict[str, Words] = {"$1": words, "$2": factor, "$3": shift}
+def assert_rounds_to_the_bit(ttgir: str) -> None:
+    """`as_stored`: random numbers of all exponents, and those in the middle between two numbers of bf16."""
+    (program,) = {text.replace("\\0A", "") for text in re.findall(r'elementwise_inline_asm "([^"]*rn.bf16x2.f32[^"]*)"', ttgir)}
+    bits = np.random.default_rng(0).integers(0, 254 << 23, (2, COUNT)) | np.array([[0], [1 << 31]])
+    bits[:, ::3] = bits[:, ::3] & 0xFFFF0000 | 0x8000
+    low, high = bits.astype(np.uint32)
+    registers = _run(program, {"$2": low, "$3": high})
+    for name, own in (("$0", low), ("$1", high)):
+        assert np.array_equal(registers[name], _rounded(own.view(np.float32).astype(np.float64)).astype(np.uint32) << 16), name
+
+
+def _run(program: str, registers: dict[str, Words]) -> dict[str, Words]:
+    """The registers after a program of PTX instructions."""
 
     def value(name: str) -> Words:
-        return registers[name] if name in registers else np.uint32(int(name, 0)) * np.ones_like(words)
+        return registers[name] if name in registers else np.full(COUNT, int(name, 0), np.uint32)
 
     for line in program.strip("{} ").split(";"):
         name, _, rest = line.strip().partition(" ")
@@ -95,9 +105,12 @@ def _run(program: str, words: Words, factor: Words, shift: Words) -> Words:
             triples = zip(*(map(_number, _halves(value(one))) for one in inputs), strict=True)
             low, high = (_rounded(x * y + z).astype(np.uint32) for x, y, z in triples)
             registers[target] = low | high << np.uint32(16)
+        elif name == "cvt.rn.bf16x2.f32":
+            high, low = (_rounded(value(one).view(np.float32).astype(np.float64)).astype(np.uint32) for one in inputs)
+            registers[target] = low | high << np.uint32(16)
         else:
             assert name in ("", ".reg"), line
-    return registers["$0"]
+    return registers
 
 
 def _halves(words: Words) -> tuple[Bits, Bits]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.batch.upload import upload
 from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.images.rule import read_rule
 from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
@@ -216,7 +217,7 @@ class Qwen3VlEye:
     def _patches(self, image: NDArray[np.uint8], coords: Tensor) -> Tensor:
         """The normalised patches of an image, fp32 [n, 3 * frames * P * P], in the order of coords int64 [2, n]."""
         side = self.spec.rule.patch
-        cells = torch.tensor(image, device=self._device).unflatten(1, (-1, side)).unflatten(0, (-1, side))
+        cells = upload(image, torch.uint8, self._device).unflatten(1, (-1, side)).unflatten(0, (-1, side))
         cells = cells.permute(0, 2, 4, 1, 3)[coords[0], coords[1]].long()  # [n, 3, P, P]
         colours = torch.arange(3, device=self._device).view(1, 3, 1, 1)
         values = self._values[colours, cells]

@@ -157,7 +157,7 @@ for _window, _given, _dim, _tile, _parts in ((0, None, 512, 32, 2), (16, PF32, 6
          BLOCK=32, V_PARTS=_parts, WIDE=False)
 
 for _dim, _held in ((72, (64, 16)), (64, (64, 0)), (128, (128, 0))):
-    case(f"bidirectional_kernel D={_dim}", "bidirectional", 4, stages=3, q="*bf16", k="*bf16", v="*bf16", tiles=PI32,
+    case(f"bidirectional_kernel D={_dim}", "bidirectional", 8, stages=3, q="*bf16", k="*bf16", v="*bf16", tiles=PI32,
          out="*bf16", scale="fp32", stride=I32, HEADS=16, HEAD_DIM=_dim, DIM=_held[0], REST=_held[1], TILE=128, BLOCK=64,
          WIDE=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from batchspec.kernels.gated_delta.delta_chunks import STAGES
+from batchspec.kernels.gated_delta.delta_steps import REGISTERS
 from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
 CASES = Cases("gated_delta")
@@ -27,13 +29,14 @@ for _dtype in ("bf16", "fp32"):
         case(f"keep_raw_kernel {_dtype}, {_heads} heads", "convolve", 4, x=_values, conv_inputs=_values, **_rows, **_slots,
              x_stride=I32, conv_stride=I32, **_columns, **_sizes, RING=8, PLACES=8, LANES=DIM)
         for _state, _bytes in ((PF32, 4), ("*bf16", 2)):
-            case(f"delta_steps_kernel {_dtype}, {_heads} heads, states of {_bytes} bytes", "delta_steps", 1, q=_values, k=_values,
-                 v=_values, gates=PF32, state=_state, keys=_values, values=_values, ring_gates=PF32, folded=PI32, **_rows,
-                 **_slots, out=_values, commits=I32, state_stride=I32, keys_stride=I32, values_stride=I32, gates_stride=I32,
-                 **_sizes, RING=8, PARTS=DIM * _bytes // 128, LANES=128 // _bytes, ACC="fp32")
-            case(f"delta_chunks_kernel {_dtype}, {_heads} heads, states of {_bytes} bytes", "delta_chunks", 4, q=_values,
-                 k=_values, v=_values, solve=_values, attend=_values, factors=PF32, state=_state, **_rows, **_slots, out=_values,
-                 state_stride=I32, **_sizes, DIM=DIM, TILE=32, ACC="fp32", INTERPRETED=False)
+            case(f"delta_steps_kernel {_dtype}, {_heads} heads, states of {_bytes} bytes", "delta_steps", 1, stages=3,
+                 registers=REGISTERS, q=_values, k=_values, v=_values, gates=PF32, state=_state, keys=_values, values=_values,
+                 ring_gates=PF32, folded=PI32, **_rows, **_slots, out=_values, commits=I32, state_stride=I32,
+                 keys_stride=I32, values_stride=I32, gates_stride=I32, **_sizes, RING=8, PARTS=DIM * _bytes // 128,
+                 LANES=128 // _bytes, ACC="fp32", INTERPRETED=False)
+            case(f"delta_chunks_kernel {_dtype}, {_heads} heads, states of {_bytes} bytes", "delta_chunks", 4, stages=STAGES,
+                 q=_values, k=_values, v=_values, solve=_values, attend=_values, factors=PF32, state=_state, **_rows, **_slots,
+                 out=_values, state_stride=I32, **_sizes, DIM=DIM, TILE=32, ACC="fp32", INTERPRETED=False)
         case(f"chunk_products_kernel {_dtype}, {_heads} heads", "chunk_products", 4, q=_values, k=_values, gates=PF32, **_rows,
              **_slots, out_solve=_values, out_attend=_values, out_factors=PF32, num_rows=I32, HK=KEY_HEADS, HV=_heads, DK=DIM,
              ROWS=64, DIM=DIM, ACC="fp32", INTERPRETED=False)

@@ -26,7 +26,7 @@ for _dtype, _shape in (*(("bf16", shape) for shape in SHAPES), ("fp32", "8 group
         case(f"scan_steps_kernel {_dtype}, {_shape}, states of {_bytes} bytes", "scan_steps", 1, stages=3, registers=REGISTERS,
              **_inputs, state=_state, inputs=_values, steps=_values, folded=PI32, **_rows, out=_values, commits=I32,
              xbc_stride=I32, dt_stride=I32, state_stride=I32, inputs_stride=I32, steps_stride=I32, **_sizes, RING=8,
-             PARTS=_sizes["N"] * _bytes // 128, LANES=128 // _bytes, ACC="fp32")
+             PARTS=_sizes["N"] * _bytes // 128, LANES=128 // _bytes, ACC="fp32", INTERPRETED=False)
         case(f"scan_chunks_kernel {_dtype}, {_shape}, states of {_bytes} bytes", "scan_chunks", 4,
              stages=stages_of(torch.float32 if _dtype == "fp32" else torch.bfloat16), **_inputs, state=_state, **_rows,
              out=_values, xbc_stride=I32, dt_stride=I32, state_stride=I32, **_sizes, DIM=_sizes["N"], TILE=TILE, ACC="fp32",
