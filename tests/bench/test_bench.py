@@ -125,6 +125,15 @@ def test_the_shapes_with_experts_in_fp8_and_with_states_run(config: str, tmp_pat
     assert rows[1]["mean_acceptance_length"] == pytest.approx(2, abs=0.2)
 
 
+@pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b"])
+def test_the_mtp_layer_of_a_shape_drafts_with_random_weights(name: str, tmp_path: Path) -> None:
+    shape_ = tmp_path / "config.json"
+    shape_.write_text(small(name))
+    rows = lines(shape_, tmp_path / "o.jsonl", "--draft", "none", "mtp", "--k", "1", "3", "--accept", "0.85,0.7,0.55")
+    assert [(row["variant"], row["tokens"]) for row in rows] == [("none", 48), ("mtp K=1", 48), ("mtp K=3", 48)]
+    assert 1.4 < rows[1]["mean_acceptance_length"] <= 2 < rows[2]["mean_acceptance_length"]
+
+
 def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_path: Path) -> None:
     rows = lines(
         shape, tmp_path / "o.jsonl", "--draft", "none", "lookup", "eagle3", "parallel", "--k", "1", "3", "--accept", "1,1,0",

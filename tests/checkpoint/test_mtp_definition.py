@@ -3,6 +3,7 @@ blocks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
-from tests.helpers.mtp_checkpoints import LAYOUTS, fused, make_mtp_model, stored_mtp, text_config
+from tests.helpers.mtp_checkpoints import LAYOUTS, NAMES, fused, make_mtp_model, stored_mtp, text_config
 from tests.helpers.mtp_definition import Mtp, Rows, predicted_rounds, read_mtp, reference_drafts, target_hidden
 from tests.helpers.mtp_exact import ID, LAG, NUM_TOKENS, OTHER, continued, make_exact_model
 from tests.model.test_target import _widened, oracle
@@ -28,8 +29,50 @@ RENAMED = {
 Layer = Callable[..., Tensor]
 
 
+def nemotron_of_transformers(folder: Path, mtp: Mtp) -> Layer:
+    """The same of a Nemotron. transformers has its blocks and norms, but not this layer."""
+    from transformers import AutoConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
+
+    auto: Any = AutoConfig
+    config = auto.from_pretrained(folder)
+    config.layers_block_type = ["full_attention", "moe"]
+    config._attn_implementation = config._experts_implementation = "eager"
+    own = {name.removeprefix("mtp."): tensor.double() for name, tensor in stored_mtp(folder).items()}
+    stacked = re.compile(r"(.*\.experts)\.0\.(.*)\.weight")
+    for match in [match for name in own if (match := stacked.fullmatch(name))]:
+        parts = [own.pop(f"{match[1]}.{expert}.{match[2]}.weight") for expert in range(config.n_routed_experts)]
+        own[f"{match[1]}.{match[2]}"] = torch.stack(parts)
+
+    def made(kind: Any, prefix: str, *arguments: Any, **options: Any) -> Any:
+        module = kind(*arguments, **options).double().eval()
+        names = {f"{prefix}.{name}" for name in module.state_dict()}
+        module.load_state_dict({name.removeprefix(f"{prefix}."): own[name] for name in names})
+        return _widened(module.forward)
+
+    blocks = [made(NemotronHBlock, f"layers.{i}", config, i) for i in range(2)]
+    names = ("layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm")
+    of_token, of_hidden, last = (
+        made(NemotronHRMSNorm, name, config.hidden_size, eps=config.layer_norm_epsilon) for name in names
+    )
+
+    @torch.no_grad()
+    def run(tokens: Tensor, hidden: Tensor, first: int = 0) -> Tensor:
+        embedded = of_token(torch.nn.functional.embedding(tokens, mtp.embedding))
+        x = (torch.cat((embedded, of_hidden(hidden)), -1) @ own["layers.0.eh_proj.weight"].T)[None]
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        for block in blocks:
+            x = block(x, attention_mask=mask)
+        found: Tensor = last(x)[0]
+        return found
+
+    return run
+
+
 def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
     """tokens [n], hidden [n, H], first position -> what follows its last norm [n, H], in fp64."""
+    if mtp.config["model_type"] == "nemotron_h":
+        return nemotron_of_transformers(folder, mtp)
     from transformers import AutoConfig
     from transformers.modeling_layers import MtpLayer
     from transformers.models.glm4_moe import modeling_glm4_moe as glm
@@ -91,7 +134,7 @@ def test_the_layer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(tokens, hidden, 1), theirs(tokens, hidden), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts, fused", "next", "wrapped", "glm"])
+@pytest.mark.parametrize("name", ["dense", "experts, fused", "next", "wrapped", "glm", "nemotron"])
 def test_drafts_are_those_of_a_chain_of_transformers(name: str, tmp_path: Path) -> None:
     """The model's last hidden state, the layer, the output matrix; then the layer's own output in place of the hidden state."""
     mtp = read_mtp(make_mtp_model(tmp_path, name))
@@ -133,7 +176,7 @@ def test_a_position_reads_nothing_after_it(tmp_path: Path) -> None:
 def test_files_say_that_there_is_one_layer(tmp_path: Path) -> None:
     for name, layout in LAYOUTS.items():
         folder = make_mtp_model(tmp_path / name.replace(" ", "_"), name)
-        key = "num_nextn_predict_layers" if layout.family == "glm4_moe" else "mtp_num_hidden_layers"
+        key = "num_nextn_predict_layers" if layout.family in NAMES else "mtp_num_hidden_layers"
         assert text_config(folder).get(key) == (None if layout.family == "qwen3_next" else 1)
         assert sum(path.stat().st_size for path in folder.iterdir()) < 600_000
 

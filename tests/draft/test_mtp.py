@@ -76,7 +76,10 @@ def test_drafts_are_those_of_the_definition(place: int, name: str, model_of: Mod
     assert len({token for _, drafts in drafter.seen for token in drafts}) > VOCAB // 3, "too few different drafts"
 
 
-@pytest.mark.parametrize(("name", "draft_len"), [("dense", 1), ("next", 2), ("dense", 5), ("next", 8)])
+@pytest.mark.parametrize(
+    ("name", "draft_len"),
+    [("dense", 1), ("next", 2), ("dense", 5), ("next", 8), ("nemotron", 1), ("nemotron", 2), ("nemotron", 3)],
+)
 def test_chains_of_any_length_are_those_of_the_definition(name: str, draft_len: int, model_of: ModelOf) -> None:
     """The tokens are the model's own."""
     model = model_of(name)
@@ -102,7 +105,7 @@ def test_long_prompts_in_several_passes(name: str, model_of: ModelOf) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("name", ["dense", "next"])
+@pytest.mark.parametrize("name", ["dense", "next", "nemotron"])
 def test_rows_with_a_common_prefix_take_over_its_kv(name: str, model_of: ModelOf) -> None:
     """Rows of one prompt, and rows that have a chunk of it alone in common, some of them with the token after it."""
     model = model_of(name)
@@ -116,7 +119,7 @@ def test_rows_with_a_common_prefix_take_over_its_kv(name: str, model_of: ModelOf
     assert wrong_drafts(model, drafter.seen) == []
 
 
-@pytest.mark.parametrize("name", ["dense", "next"])
+@pytest.mark.parametrize("name", ["dense", "next", "nemotron"])
 def test_rows_that_are_preempted_keep_their_drafts(name: str, model_of: ModelOf) -> None:
     model = model_of(name)
     requests = [request(i, [(5 * i + j) % VOCAB for j in range(7)], cap=60, predicted=2) for i in range(5)]
@@ -127,8 +130,9 @@ def test_rows_that_are_preempted_keep_their_drafts(name: str, model_of: ModelOf)
     assert wrong_drafts(model, drafter.seen) == []
 
 
-def test_rows_that_an_earlier_run_began_are_drafted_from_all_of_their_tokens(model_of: ModelOf) -> None:
-    model = model_of("experts, one by one")
+@pytest.mark.parametrize("name", ["experts, one by one", "nemotron"])
+def test_rows_that_an_earlier_run_began_are_drafted_from_all_of_their_tokens(name: str, model_of: ModelOf) -> None:
+    model = model_of(name)
     left = {one.request_id: one for one in mixed_requests(cap=24)}
     for turn in range(4):
         drafter = drafter_of(model, 1 + turn, slots=3)
@@ -149,7 +153,7 @@ def test_rows_that_an_earlier_run_began_are_drafted_from_all_of_their_tokens(mod
     assert not left
 
 
-@pytest.mark.parametrize("name", ["dense", "next"])
+@pytest.mark.parametrize("name", ["dense", "next", "nemotron"])
 def test_rounds_of_any_draft_length_leave_the_next_one_its_state(
     name: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

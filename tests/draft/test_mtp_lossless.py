@@ -91,6 +91,7 @@ MODELS: dict[str, Callable[[Path], Pair]] = {
     "next": lambda folder: loaded(make_mtp_model(folder, "next")),
     "fp8": lambda folder: loaded(make_mtp_model(folder, "fp8, mtp plain and not listed")),
     "glm": lambda folder: loaded(make_mtp_model(folder, "glm")),
+    "nemotron": lambda folder: loaded(make_mtp_model(folder, "nemotron")),
     "exact": lambda folder: loaded(make_exact_model(folder)),
     "often right": lambda folder: loaded(make_exact_model(folder, noise=0.05)),
     "adapters, experts": lambda folder: adapted("qwen3_next", EXPERTS),
@@ -234,7 +235,7 @@ def test_sampled_drafts_that_use_the_noise_of_the_draws_are_accepted_more_often(
     assert accepted[0] > 2 * accepted[1]
 
 
-@pytest.mark.parametrize("name", ["dense", "exact"])
+@pytest.mark.parametrize("name", ["dense", "exact", "nemotron"])
 def test_rows_that_are_preempted_again_and_again_lose_nothing(name: str, pair_of: Callable[[str], Pair]) -> None:
     pair = pair_of(name)
     hot = SamplingParams(temperature=1.0)
@@ -276,6 +277,7 @@ def bits_of(done: Completion) -> list[float]:
 
 RANKED = (
     "dense", "experts, fused", "experts, one by one", "next", "wrapped", "dense, tied, biases, half of each head rotated", "glm",
+    "nemotron", "nemotron, narrow experts in groups, mtp plain in a file of its own",
 )
 KINDS = {
     "greedy": SamplingParams(), "drawn": SamplingParams(temperature=0.9, top_k=12, top_p=0.9, repetition_penalty=1.3),

@@ -41,6 +41,13 @@ GLM: dict[str, Any] = {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 3,
     "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
 }
+NEMOTRON: dict[str, Any] = {
+    "hidden_size": 36, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "eos_token_id": None, "mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 5, "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 1.7, "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+    "time_step_min": 1e-30, "num_nextn_predict_layers": 1, "intermediate_size": 44,
+}
 SAYS_MTP: dict[str, Any] = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 """Keys of Qwen3.5; Qwen3-Next has none, and its files have a layer all the same."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -95,6 +102,12 @@ def packed(packer_of: Callable[[str], Packer | None]) -> Callable[[Tensors], Ten
     return store
 
 
+def with_uneven_last_norm(tensors: Tensors) -> Tensors:
+    """The norm of the model's last states multiplies them by different numbers, so that drafts from un-normed ones differ."""
+    weight = tensors["backbone.norm_f.weight"]
+    return tensors | {"backbone.norm_f.weight": torch.linspace(0.3, 2.0, len(weight), dtype=weight.dtype)}
+
+
 def bf16(tensors: Tensors) -> Tensors:
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
@@ -133,6 +146,7 @@ _FP8_AND_NVFP4 = compressed(group("float-quantized", "re:.*self_attn.*"), group(
 _DENSE: dict[str, Any] = {"family": "qwen3_5_text", "added": SAYS_MTP}
 _MOE: dict[str, Any] = {"family": "qwen3_5_moe_text", "experts": True}
 _GLM: dict[str, Any] = {"family": "glm4_moe", "shape": ATTENDS}
+_NEMOTRON: dict[str, Any] = {"family": "nemotron_h", "shape": NEMOTRON, "store": with_uneven_last_norm}
 LAYOUTS: dict[str, Layout] = {
     "dense": Layout(**_DENSE),
     "dense, tied, biases, half of each head rotated": Layout(
@@ -185,6 +199,11 @@ LAYOUTS: dict[str, Layout] = {
     "glm, no norms and biases of heads, one group, fp8": Layout(
         **_GLM, added=fp8_config(), store=fp8, store_mtp=fp8, files=2,
         config={**GLM, "use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "nemotron": Layout(**_NEMOTRON, added={"mtp_hybrid_override_pattern": "*E"}),
+    "nemotron, narrow experts in groups, mtp plain in a file of its own": Layout(
+        **_NEMOTRON, config={"moe_latent_size": 28, "n_group": 3, "topk_group": 2}, store_mtp=bf16, files=2,
+        added={"mtp_layers_block_type": ["attention", "moe"]},
     ),
 }
 """Names of checkpoints, as tests call them."""
@@ -253,18 +272,28 @@ GLM_NAMES = {
     "mtp.norm.": "shared_head.norm.", "mtp.layers.0.mlp.shared_expert.": "mlp.shared_experts.", "mtp.layers.0.": "",
 }
 """Beginnings of names of a layer of Qwen -> those of GLM, after `mtp_prefix`."""
+NEMOTRON_NAMES = {
+    "mtp.fc.": "layers.0.eh_proj.", "mtp.pre_fc_norm_embedding.": "layers.0.enorm.",
+    "mtp.pre_fc_norm_hidden.": "layers.0.hnorm.", "mtp.norm.": "layers.1.final_layernorm.",
+    "mtp.layers.0.input_layernorm.": "layers.0.norm.", "mtp.layers.0.post_attention_layernorm.": "layers.1.norm.",
+    "mtp.layers.0.self_attn.": "layers.0.mixer.", "mtp.layers.0.mlp.shared_expert.": "layers.1.mixer.shared_experts.",
+    "mtp.layers.0.mlp.": "layers.1.mixer.",
+}
+"""The same of Nemotron."""
+NAMES = {"glm4_moe": GLM_NAMES, "nemotron_h": NEMOTRON_NAMES}
+"""Of the families whose names are not Qwen's; their norms multiply by their weight, Qwen's by 1 + weight."""
 
 
 def published(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Tensors by the names of Qwen's files -> as the files of this language model hold them. GLM's norms multiply by their
-    weight, Qwen's by 1 + weight."""
-    if config["model_type"] != "glm4_moe":
+    """Tensors by the names of Qwen's files -> as the files of this language model hold them."""
+    names = NAMES.get(config["model_type"])
+    if names is None:
         return tensors
     found = Tensors()
     for name, tensor in tensors.items():
-        old = next(old for old in GLM_NAMES if name.startswith(old))
+        old = next(old for old in names if name.startswith(old))
         whole = tensor + 1 if name.endswith("norm.weight") or "pre_fc_norm" in name else tensor
-        found[mtp_prefix(config) + GLM_NAMES[old] + name.removeprefix(old)] = whole
+        found[mtp_prefix(config) + names[old] + name.removeprefix(old)] = whole
     return found
 
 
@@ -280,7 +309,8 @@ def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
     rng = torch.Generator().manual_seed(seed)
     hidden, dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layer, found, is_glm = "mtp.layers.0.", Tensors(), config["model_type"] == "glm4_moe"
+    layer, found, is_qwen = "mtp.layers.0.", Tensors(), config["model_type"] not in NAMES
+    is_nemotron, norms_heads = config["model_type"] == "nemotron_h", is_qwen or config.get("use_qk_norm", False)
 
     def linear(name: str, rows: int, k: int, *, bias: bool = False) -> None:
         found[f"{name}.weight"] = torch.randn(rows, k, generator=rng) * (1.5 / k**0.5)
@@ -290,33 +320,38 @@ def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
     def norm(name: str, size: int) -> None:
         found[f"{name}.weight"] = torch.randn(size, generator=rng) * 0.3
 
-    def mlp(name: str, inner: int) -> None:
-        for part in ("gate", "up"):
-            linear(f"{name}.{part}_proj", inner, hidden)
-        linear(f"{name}.down_proj", hidden, inner)
+    def mlp(name: str, inner: int, size: int = hidden) -> None:
+        for part in ("up",) if is_nemotron else ("gate", "up"):
+            linear(f"{name}.{part}_proj", inner, size)
+        linear(f"{name}.down_proj", size, inner)
 
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         norm(f"mtp.{name}", hidden)
     linear("mtp.fc", hidden, 2 * hidden)
     for name in ("input_layernorm", "post_attention_layernorm"):
         norm(layer + name, hidden)
-    bias = config["attention_bias"]
-    for name, count in (("q", (1 if is_glm else 2) * heads), ("k", kv_heads), ("v", kv_heads)):
+    bias = config.get("attention_bias", False)
+    for name, count in (("q", (2 if is_qwen else 1) * heads), ("k", kv_heads), ("v", kv_heads)):
         linear(f"{layer}self_attn.{name}_proj", count * dim, hidden, bias=bias)
-    linear(f"{layer}self_attn.o_proj", hidden, heads * dim, bias=bias and not is_glm)
-    for name in ("q_norm", "k_norm") if config.get("use_qk_norm", True) else ():
+    linear(f"{layer}self_attn.o_proj", hidden, heads * dim, bias=bias and is_qwen)
+    for name in ("q_norm", "k_norm") if norms_heads else ():
         norm(f"{layer}self_attn.{name}", dim)
-    num_experts = config.get("n_routed_experts" if is_glm else "num_experts")
+    num_experts = config.get("num_experts" if is_qwen else "n_routed_experts")
     if num_experts is None:
         mlp(f"{layer}mlp", config["intermediate_size"])
         return found
     linear(f"{layer}mlp.gate", num_experts, hidden)
-    if is_glm:
-        found[f"{layer}mlp.gate.e_score_correction_bias"] = torch.randn(num_experts, generator=rng) * 0.2
-        mlp(f"{layer}mlp.shared_expert", config["n_shared_experts"] * config["moe_intermediate_size"])
-    else:
+    if is_qwen:
         linear(f"{layer}mlp.shared_expert_gate", 1, hidden)
         mlp(f"{layer}mlp.shared_expert", config["shared_expert_intermediate_size"])
+    else:
+        found[f"{layer}mlp.gate.e_score_correction_bias"] = torch.randn(num_experts, generator=rng) * 0.2
+        shared = config["n_shared_experts"] * config["moe_intermediate_size"]
+        mlp(f"{layer}mlp.shared_expert", config.get("moe_shared_expert_intermediate_size", shared))
+    size = config.get("moe_latent_size") or hidden
+    if size != hidden:
+        linear(f"{layer}mlp.fc1_latent_proj", size, hidden)
+        linear(f"{layer}mlp.fc2_latent_proj", hidden, size)
     for expert in range(num_experts):
-        mlp(f"{layer}mlp.experts.{expert}", config["moe_intermediate_size"])
+        mlp(f"{layer}mlp.experts.{expert}", config["moe_intermediate_size"], size)
     return found

@@ -1,14 +1,15 @@
 """The MTP layer by its definition: one row, no cache, no batch, everything anew at each draft step.
 
     position p   x = fc(cat(norm(embed(token[p+1])), norm(h[p])))      h is the target's hidden state after its final norm
-                 y = a decoder layer on x, RoPE position p; of Qwen its attention has gates
+                 y = a decoder layer on x, RoPE position p; of Qwen its attention has gates, of Nemotron no RoPE
     draft 1      argmax lm_head(norm(y)) at the last position that the target has read
     draft k+1    the same one position on, with embed(draft k) and h = norm(y) of the position before
 
 It reads none of batchspec's code for the layer: tensors by the names of a file, plain torch. RMS norms multiply by 1 + weight,
-and those of a GLM are read as the difference of their weights to 1, under the names of Qwen's.
+and those of a GLM or Nemotron are read as the difference of their weights to 1, under the names of Qwen's.
 Source: Qwen3-Next, Qwen3.5 and GLM-4.5 as in transformers (`modeling_layers.MtpLayer`, models/qwen3_next, models/qwen3_5,
-models/glm4_moe) and in vLLM (model_executor/models/qwen3_next_mtp.py).
+models/glm4_moe) and in vLLM (model_executor/models/qwen3_next_mtp.py); Nemotron as in vLLM (nemotron_h_mtp.py), of the blocks of
+transformers, models/nemotron_h.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from batchspec.model.target import Target
 from tests.helpers.engines import one_pass
-from tests.helpers.mtp_checkpoints import GLM_NAMES, mtp_prefix, stored, text_config
+from tests.helpers.mtp_checkpoints import NAMES, mtp_prefix, stored, text_config
 
 LAYER = "layers.0."
 BLOCK = 128
@@ -50,7 +51,7 @@ class Mtp:
 
     @property
     def eps(self) -> float:
-        return float(self.config["rms_norm_eps"])
+        return float(self.config.get("layer_norm_epsilon") or self.config["rms_norm_eps"])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
@@ -97,6 +98,8 @@ class Mtp:
 
     def _rotated(self, x: Tensor) -> Tensor:
         """x [..., n, heads, D] at positions 0, 1, ...; only the first R numbers of each head are rotated, by angles in fp32."""
+        if self.config["model_type"] == "nemotron_h":
+            return x
         rope = self.config["rope_parameters"]
         size = int(self.config["head_dim"] * rope["partial_rotary_factor"])
         frequency = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
@@ -106,11 +109,13 @@ class Mtp:
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
-        gate, up = (self.linear(f"{name}.{part}_proj", x) for part in ("gate", "up"))
-        return self.linear(f"{name}.down_proj", F.silu(gate) * up)
+        up = self.linear(f"{name}.up_proj", x)
+        has_gate = f"{name}.gate_proj.weight" in self.tensors
+        inner = F.silu(self.linear(f"{name}.gate_proj", x)) * up if has_gate else F.relu(up).square()
+        return self.linear(f"{name}.down_proj", inner)
 
     def _experts(self, x: Tensor) -> Tensor:
-        """The most probable experts of each token and the one that all tokens go through."""
+        """The most probable experts of each token, between two products if they are narrower, and the one that all go through."""
         mlp, logits = f"{LAYER}mlp", self.linear(f"{LAYER}mlp.gate", x)
         found = self._mlp(f"{mlp}.shared_expert", x)
         if f"{mlp}.shared_expert_gate.weight" in self.tensors:
@@ -125,10 +130,13 @@ class Mtp:
         if self.config.get("norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights * self.config.get("routed_scaling_factor", 1.0)
+        narrow = f"{mlp}.fc1_latent_proj.weight" in self.tensors
+        of_experts = self.linear(f"{mlp}.fc1_latent_proj", x) if narrow else x
+        total = torch.zeros_like(of_experts)
         for expert in range(logits.shape[-1]):
             share = (weights * (ids == expert)).sum(-1, keepdim=True)
-            found = found + share * self._mlp(f"{mlp}.experts.{expert}", x)
-        return found
+            total = total + share * self._mlp(f"{mlp}.experts.{expert}", of_experts)
+        return found + (self.linear(f"{mlp}.fc2_latent_proj", total) if narrow else total)
 
     def _of_best_groups(self, choices: Tensor) -> Tensor:
         """-inf for experts outside the groups whose two best experts have the largest sums."""
@@ -143,19 +151,20 @@ def read_mtp(folder: Path, dtype: torch.dtype = torch.float64) -> Mtp:
     """The layer of a checkpoint folder in `dtype`, weights of FP8 multiplied by their scales."""
     tensors, config = _by_expert(_dequantised(dict(stored(folder)))), text_config(folder)
     tensors = {name.replace("model.language_model.", "model."): tensor.to(dtype) for name, tensor in tensors.items()}
-    embedding = tensors["model.embed_tokens.weight"]
+    is_nemotron = config["model_type"] == "nemotron_h"
+    embedding = tensors["backbone.embeddings.weight" if is_nemotron else "model.embed_tokens.weight"]
     prefix = mtp_prefix(config)
     own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    own = _named_as_qwen(own) if config["model_type"] == "glm4_moe" else own
+    own = _named_as_qwen(own, NAMES[config["model_type"]]) if config["model_type"] in NAMES else own
     return Mtp(own, embedding, tensors.get("lm_head.weight", embedding), config)
 
 
-def _named_as_qwen(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The layer of a GLM; the copies of embedding and output matrix are left out."""
+def _named_as_qwen(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The layer of another family; the copies of embedding and output matrix are left out."""
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         if not name.startswith(("embed_tokens.", "shared_head.head.")):
-            old, new = next((old, new) for old, new in GLM_NAMES.items() if name.startswith(new))
+            old, new = next((old, new) for old, new in names.items() if name.startswith(new))
             found[(old + name.removeprefix(new)).removeprefix("mtp.")] = tensor - 1 if "norm" in name else tensor
     return found
 

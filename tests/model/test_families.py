@@ -45,7 +45,7 @@ def test_the_table_has_a_line_of_each_family(capsys: Any) -> None:
         ("gpt_oss", ("bf16, MXFP4", "all", "1, 2, 4, 8")),
         ("qwen3_next", ("bf16, FP8, INT4, NVFP4", "no window, no trees, mtp", "1, 2, 4, 8")),
         ("lfm2", ("bf16, FP8, INT4, NVFP4", "no trees", "1, 2, 4, 8")),
-        ("nemotron_h", ("bf16, FP8, INT4, NVFP4", "no window, no trees", "1, 2, 4, 8")),
+        ("nemotron_h", ("bf16, FP8, INT4, NVFP4", "no window, no trees, mtp", "1, 2, 4, 8")),
         ("phi3", ("bf16, FP8, INT4, NVFP4", "all", "1, 2")),
         ("glm4_moe", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
         ("glm4_moe_lite", ("bf16, FP8, INT4, NVFP4", "no trees", "none")),

@@ -195,6 +195,7 @@ def test_a_published_config_is_read_whole() -> None:
     assert (spec.unread, spec.tie, spec.rms_eps, spec.eos_ids, spec.max_len) == ((), False, 1e-5, (2,), 262144)
     assert letters(spec) == NANO_30B["hybrid_override_pattern"]
     assert spec.layers == shape_spec("nemotron3-nano-30b-a3b").layers
+    assert spec.mtp is None
     assert letters(shape_spec("granite4-h-micro")).count("M-") == 36
 
 
@@ -219,11 +220,47 @@ def test_the_tensors_of_a_published_model() -> None:
     assert len(shapes) == 3 + 52 + 23 * 8 + 6 * 4 + 23 * (2 + 2 + 2 * 128)
 
 
+@pytest.mark.parametrize(
+    ("keys", "has"),
+    [
+        ({}, True), ({"mtp_layers_block_type": ["full_attention", "moe"]}, True), ({"mtp_hybrid_override_pattern": "*E"}, True),
+        ({"mtp_hybrid_override_pattern": "*-"}, False), ({"mtp_hybrid_override_pattern": "?"}, False),
+        ({"mtp_layers_block_type": ["moe"], "mtp_hybrid_override_pattern": "*E"}, False),
+        ({"num_nextn_predict_layers": 2}, False),
+    ],
+)
+def test_the_mtp_layer_is_one_of_attention_and_one_of_experts(keys: dict[str, Any], has: bool) -> None:
+    spec = read_spec({**NANO_30B, "num_nextn_predict_layers": 1, **keys}, "config.json")
+    assert (spec.mtp is not None, spec.unread) == (has, ())
+
+
+def test_the_tensors_of_a_published_mtp_layer() -> None:
+    """Names and shapes in files of Nemotron 3 Super."""
+    mtp = shape_spec("nemotron3-super-120b-a12b-nvfp4").mtp
+    assert mtp is not None
+    shapes, first, last = {tensor.name: tensor.shape for tensor in mtp.tensors()}, "mtp.layers.0.", "mtp.layers.1."
+    wanted: dict[str, tuple[int, ...]] = {
+        f"{first}enorm.weight": (4096,), f"{first}hnorm.weight": (4096,), f"{first}eh_proj.weight": (4096, 8192),
+        f"{first}norm.weight": (4096,), f"{first}mixer.q_proj.weight": (4096, 4096), f"{first}mixer.k_proj.weight": (256, 4096),
+        f"{first}mixer.v_proj.weight": (256, 4096), f"{first}mixer.o_proj.weight": (4096, 4096), f"{last}norm.weight": (4096,),
+        f"{last}mixer.gate.weight": (512, 4096), f"{last}mixer.gate.e_score_correction_bias": (512,),
+        f"{last}mixer.fc1_latent_proj.weight": (1024, 4096), f"{last}mixer.fc2_latent_proj.weight": (4096, 1024),
+        f"{last}mixer.experts.511.up_proj.weight": (2688, 1024), f"{last}mixer.experts.511.down_proj.weight": (1024, 2688),
+        f"{last}mixer.shared_experts.up_proj.weight": (5376, 4096),
+        f"{last}mixer.shared_experts.down_proj.weight": (4096, 5376),
+        f"{last}final_layernorm.weight": (4096,),
+    }
+    assert wanted.items() <= shapes.items()
+    assert len(shapes) == len(wanted) + 2 * 511
+
+
 def test_the_formats_of_nvidias_checkpoints_are_those_of_their_modules() -> None:
     spec = shape_spec("nemotron3-nano-30b-a3b-nvfp4")
     names = ("0.mixer.in_proj", "4.mixer.in_proj", "5.mixer.q_proj", "1.mixer.experts.0.up_proj")
     kept = [spec.formats.of(f"model.layers.{name}").kept for name in names]
     assert kept == ["NVFP4 weights", "", "", "NVFP4 weights"]
+    assert spec.mtp is not None
+    assert spec.mtp.formats.of("mtp.layers.1.mixer.experts.0.up_proj").kept == ""
 
 
 NANO_9B = {**SHAPES["nemotron-nano-9b"], "rms_norm_eps": None, "max_position_embeddings": 131072}

@@ -79,7 +79,9 @@ _NEMOTRON3_NANO: dict[str, Any] = _NEMOTRON_H | {
     "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_routed_experts": 128,
     "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "max_position_embeddings": 262144,
+    "num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"],
 }
+"""With the MTP layer of Nemotron 3.5 Lightning, which has the same layers; Nemotron 3 Nano has none."""
 _NEMOTRON3_SUPER: dict[str, Any] = _NEMOTRON3_NANO | {
     "hidden_size": 4096, "intermediate_size": 2688, "num_hidden_layers": 88, "mamba_num_heads": 128, "n_routed_experts": 512,
     "hybrid_override_pattern": (
@@ -91,13 +93,12 @@ _NEMOTRON3_SUPER: dict[str, Any] = _NEMOTRON3_NANO | {
 
 
 def _modelopt(algorithm: str) -> dict[str, Any]:
-    """As in NVIDIA's checkpoints: all but attention, the Mamba2 layer before it, routers and the output matrix."""
+    """As in NVIDIA's checkpoints: all but attention, the Mamba2 layer before it, routers, the MTP layer and the output matrix."""
     ends = [i for i, letter in enumerate(_NANO_PATTERN) if letter == "*"]
     plain = [f"backbone.layers.{i}.mixer.{part}_proj" for i in ends for part in "qkvo"]
     plain += [f"backbone.layers.{i - 1}.mixer.{part}_proj" for i in ends for part in ("in", "out")]
-    return {
-        "quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "mixer.gate", *plain]}
-    }
+    ignore = ["lm_head", "mtp*", "mixer.gate", *plain]
+    return {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ignore}}
 
 
 def _mixed(pattern: str) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 hybrid_override_pattern has a letter for each layer (M, *, -, E), newer files a list, layers_block_type. Attention has no
 RoPE. MLPs and experts have no gate, and relu(up)^2; experts are chosen by sigmoid and a bias, and those of Super work in a
 smaller latent size (moe_latent_size).
-Files begin names with `backbone.`. dt of Mamba2 layers is not clamped, see `kernels/mamba2/layout.py`. MTP layers of a file are
-not read. The router's product is in fp32.
-Source: transformers, models/nemotron_h; NVIDIA 2025, Nemotron Nano 2 (arXiv 2508.14444).
+Files begin names with `backbone.`. dt of Mamba2 layers is not clamped, see `kernels/mamba2/layout.py`. The router's product is in
+fp32.
+Source: transformers, models/nemotron_h; NVIDIA 2025, Nemotron Nano 2 (arXiv 2508.14444); the MTP layer: vLLM,
+model_executor/models/nemotron_h_mtp.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
@@ -24,12 +26,14 @@ from batchspec.model.families.base import (
     refuses_windows,
 )
 from batchspec.model.families.glm4_moe import read_groups
+from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.attention.rope_config import NO_ROPE
 from batchspec.model.layers.base import ExpertsSpec, NormForm
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mamba2.block import Mamba2Spec
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.layers.mlp.moe import MoeSpec, Narrow, RouterSpec, SharedExpert
+from batchspec.model.mtp import JoinSpec, MtpSpec
 
 NORMS = NormForm(wide=True)
 MAMBA, ATTENDS, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
@@ -86,40 +90,64 @@ def _mlp(config: ConfigReader, size: str, name: str, norm: str | None) -> GatedM
     )
 
 
-def _experts(config: ConfigReader) -> MoeSpec:
+def _experts(config: ConfigReader, layer: str = "") -> MoeSpec:
+    """layer: what names begin with"""
+    name, norm = layer + _NAME, layer + _NORM
     num_experts, top_k = read_num_experts(config, "n_routed_experts")
     size = hidden_size = config.integer("hidden_size")
     narrow = None
     if config.given("moe_latent_size"):
         size = config.integer("moe_latent_size")
-        narrow = Narrow(hidden_size=hidden_size, into=f"{_NAME}.fc1_latent_proj", out=f"{_NAME}.fc2_latent_proj")
+        narrow = Narrow(hidden_size=hidden_size, into=f"{name}.fc1_latent_proj", out=f"{name}.fc2_latent_proj")
     return MoeSpec(
         router=RouterSpec(
-            name=f"{_NAME}.gate", top_k=top_k, scoring="sigmoid", norm_topk=config.flag("norm_topk_prob", True),
-            selection_bias=f"{_NAME}.gate.e_score_correction_bias", scale=config.number("routed_scaling_factor"),
+            name=f"{name}.gate", top_k=top_k, scoring="sigmoid", norm_topk=config.flag("norm_topk_prob", True),
+            selection_bias=f"{name}.gate.e_score_correction_bias", scale=config.number("routed_scaling_factor"),
             groups=read_groups(config, num_experts, top_k),
         ),
         experts=ExpertsSpec(
-            name=f"{_NAME}.experts", num_experts=num_experts, hidden_size=size,
+            name=f"{name}.experts", num_experts=num_experts, hidden_size=size,
             expert_size=config.integer("moe_intermediate_size"), parts=("up_proj", "down_proj"), gating="relu2",
         ),
         shared=SharedExpert(
-            mlp=_mlp(config, "moe_shared_expert_intermediate_size", f"{_NAME}.shared_experts", None), gate=None
+            mlp=_mlp(config, "moe_shared_expert_intermediate_size", f"{name}.shared_experts", None), gate=None
         ),
-        eps=config.number("rms_norm_eps"), norm=_NORM, norms=NORMS, narrow=narrow,
+        eps=config.number("rms_norm_eps"), norm=norm, norms=NORMS, narrow=narrow,
     )
+
+
+def _attends(config: ConfigReader, layer: str = "") -> AttentionSpec:
+    """layer: what names begin with"""
+    whole = config.replaced(layer_types=None, sliding_window=None, num_hidden_layers=1)
+    (attention,) = read_attentions(whole, bias=config.flag("attention_bias"))
+    return replace(attention, name=layer + _NAME, norm=layer + _NORM, norms=NORMS, rope=NO_ROPE)
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     kinds = read_kinds(config)
-    whole = config.replaced(layer_types=None, sliding_window=None, num_hidden_layers=1)
-    (attention,) = read_attentions(whole, bias=config.flag("attention_bias"))
-    attends = replace(attention, name=_NAME, norm=_NORM, norms=NORMS, rope=NO_ROPE)
     made = {
-        MAMBA: LayerSpec(_mamba(config), ()), ATTENDS: LayerSpec(attends, ()),
+        MAMBA: LayerSpec(_mamba(config), ()), ATTENDS: LayerSpec(_attends(config), ()),
         MLP: LayerSpec(None, (_mlp(config, "intermediate_size", _NAME, _NORM),)), EXPERTS: LayerSpec(None, (_experts(config),)),
     }
     return tuple(made[kind] for kind in kinds)
+
+
+def _mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
+    """The MTP layer, in files two: one that attends, with what joins its inputs, and one of experts, with the last norm.
+
+    None if config.json gives another number or pattern of them.
+    """
+    kinds, pattern = config.texts("mtp_layers_block_type"), config.text("mtp_hybrid_override_pattern", "*E")
+    kinds = tuple(_LETTERS.get(letter, letter) for letter in pattern) if kinds is None else kinds
+    kinds = tuple(_OLDER_NAMES.get(kind, kind) for kind in kinds)
+    if config.integer("num_nextn_predict_layers", 0) != 1 or kinds != (ATTENDS, EXPERTS):
+        return None
+    first, last = "layers.0.", "layers.1."
+    join = JoinSpec(
+        hidden_size=config.integer("hidden_size"), eps=config.number("rms_norm_eps"), norms=NORMS, fc=f"{first}eh_proj",
+        embedding_norm=f"{first}enorm", hidden_norm=f"{first}hnorm", out_norm=f"{last}final_layernorm",
+    )
+    return MtpSpec(join=join, layer=LayerSpec(_attends(config, first), (_experts(config, last),)), layer_prefix="mtp.")
 
 
 def _refuses(config: ConfigReader) -> list[str]:
@@ -150,6 +178,7 @@ NEMOTRON_H = Family(
     defaults=_DEFAULTS,
     integers=_INTEGERS,
     rope=no_rope,
+    mtp=_mtp,
     norms=NORMS,
     final_norm="model.norm_f.weight",
     renames={"rms_norm_eps": "layer_norm_epsilon"},
