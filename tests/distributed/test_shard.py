@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from batchspec.errors import ConfigError
 from batchspec.model.families.shapes import shape_spec
 from batchspec.model.layers.base import WHOLE, Shard
+from batchspec.model.layers.mamba2.block import Mamba2Spec
 from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
@@ -84,6 +85,12 @@ SPECS: dict[str, ModelSpec] = {
            "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
         quantization_config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "mixer.gate"]},
     ),
+    "nemotron_h fp8 at load": spec_of(
+        "nemotron_h",
+        **{**needed("nemotron_h", 4), "n_groups": 4, "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 64,
+           "ssm_state_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 512,
+           "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512},
+    ).quantised("fp8"),
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
@@ -150,7 +157,7 @@ def test_a_part_has_the_shape_that_a_rank_computes_with(name: str, ranks: int) -
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_parts_of_all_ranks_cover_every_number_once(name: str, ranks: int) -> None:
-    """Once, or as often in every place: K/V heads that several ranks hold, and what all ranks hold."""
+    """Once, or as often in every place: K/V heads and dt of Mamba2 that several ranks hold, and what all ranks hold."""
     spec = SPECS[name]
     cuts = [slices_of(spec.sharded(Shard(rank, ranks))) for rank in range(ranks)]
     for tensor, shape in expected_shapes(spec).items():
@@ -161,7 +168,13 @@ def test_the_parts_of_all_ranks_cover_every_number_once(name: str, ranks: int) -
                 for piece in own[tensor] or (...,):
                     count[piece] += 1
         q, kv = attentions(spec)[0].inner_size, attentions(spec)[0].kv_size
-        for part in count.split([q, kv, kv]) if tensor.endswith("qkv_proj.weight") else (count,):
+        parts = count.split([q, kv, kv]) if tensor.endswith("qkv_proj.weight") else (count,)
+        if tensor.endswith(("mixer.in_proj.weight", "mixer.in_proj.bias")):
+            mamba = spec.layers[0].mixer
+            assert isinstance(mamba, Mamba2Spec)
+            parts = count.tensor_split([len(count) - mamba.num_heads])
+            assert int(parts[1].flatten()[0]) == ranks
+        for part in parts:
             assert len(part.unique()) == 1, tensor
             assert int(part.flatten()[0]) in (1, ranks // 2, ranks), tensor
 
@@ -179,6 +192,20 @@ def test_a_rank_with_fewer_key_heads_than_ranks_has_the_one_that_its_queries_rea
         assert queries == slice(8 * rank, 8 * rank + 8)
         assert keys == slice(4 * (rank // 2), 4 * (rank // 2) + 4)
         assert queries.start // (8 // 2 * 4) == keys.start // 4  # four query heads read one key head
+
+
+@pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "nemotron-nano-9b"])
+def test_published_sizes_of_mamba2_layers_are_cut_when_they_are_quantised_at_load(name: str) -> None:
+    """dt of all heads is on every rank, its rows a block of their own."""
+    spec = shape_spec(name).quantised("fp8")
+    part = spec.sharded(Shard(1, 2))
+    slices = slices_of(part)
+    assert slices is not None
+    mamba = spec.layers[0].mixer
+    assert isinstance(mamba, Mamba2Spec)
+    rows, columns = slices["model.layers.0.mixer.in_proj.weight"][-1]
+    assert (rows, columns) == (slice(mamba.into.rows - mamba.num_heads, mamba.into.rows), slice(0, spec.hidden_size))
+    assert rows.start % 128 == 0
 
 
 def test_ranks_have_parts_of_fp8_experts_that_kernels_read() -> None:

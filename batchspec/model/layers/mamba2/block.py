@@ -5,6 +5,9 @@
     y = recurrence(x, B, C, dt)              `kernels/mamba2`
     stream += out_proj(norm(y * silu(z)))    the norm over each group's channels
 
+Of several ranks each has some of the groups with their heads, but computes dt of all heads: its rows are too few for blocks that
+share a scale to be divided, and take no time.
+
 Source: transformers, models/nemotron_h (NemotronHMamba2Mixer); Dao and Gu 2024 (arXiv 2405.21060).
 """
 
@@ -80,6 +83,10 @@ class Mamba2Spec(NormedSpec, MixerSpec):
     bias: bool = False
     """Of both projections."""
     conv_bias: bool = True
+    all_heads: int | None = None
+    """Number of heads of all ranks, whose dt it computes; None: NH"""
+    first_head: int = 0
+    """Index of its first head among them."""
     name: str = "mixer"
     norm: str | None = "norm"
 
@@ -98,9 +105,14 @@ class Mamba2Spec(NormedSpec, MixerSpec):
         return self.sizes.channels
 
     @property
+    def num_steps(self) -> int:
+        """Number of values of dt for one token."""
+        return self.num_heads if self.all_heads is None else self.all_heads
+
+    @property
     def into(self) -> ProductSpec:
         """The product of z, x, B, C and dt."""
-        rows = self.inner_size + self.channels + self.num_heads
+        rows = self.inner_size + self.channels + self.num_steps
         return ProductSpec((Projection(f"{self.name}.in_proj", rows, self.hidden_size, self.bias),))
 
     @property
@@ -159,15 +171,18 @@ class Mamba2Spec(NormedSpec, MixerSpec):
 
     def sharded(self, shard: Shard, unit: int) -> Mamba2Spec:
         own = self.groups_of(shard)
-        count = own.stop - own.start
-        return replace(self, num_groups=count, num_heads=count * (self.num_heads // self.num_groups))
+        heads = scaled(own, self.num_heads // self.num_groups)
+        return replace(
+            self, num_groups=own.stop - own.start, num_heads=heads.stop - heads.start, all_heads=self.num_heads,
+            first_head=heads.start,
+        )
 
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         own = self.groups_of(shard)
         heads, of_group = scaled(own, self.num_heads // self.num_groups), scaled(own, self.state_size)
         values, all_groups = scaled(heads, self.head_dim), self.num_groups * self.state_size
         xbc = (values, shifted(of_group, self.inner_size), shifted(of_group, self.inner_size + all_groups))
-        dt = shifted(heads, self.inner_size + self.channels)
+        dt = slice(self.inner_size + self.channels, self.into.rows)
         into = Share("columns", (values, *(shifted(part, self.inner_size) for part in xbc), dt))
         names = {"in_proj": into, "out_proj": Share("rows", (values,), shard.rank == 0), "norm": Share("columns", (values,))}
         names |= dict.fromkeys(("conv1d", "conv1d.bias"), Share("columns", xbc))
@@ -231,7 +246,8 @@ class Mamba2:
         """[T, NH D] the gated and normed outputs of the recurrence; the states of the rows are written."""
         spec = self._spec
         made = stream.project(self._norm, spec.eps, self._into, store.lora, out_aux=out_aux)
-        z, xbc, dt = made.split((spec.inner_size, spec.channels, spec.num_heads), 1)
+        z, xbc, dt = made.split((spec.inner_size, spec.channels, spec.num_steps), 1)
+        dt = dt.narrow(1, spec.first_head, spec.num_heads)
         xbc = short_conv(xbc, self._taps, self._conv_bias, store.conv_inputs, store.rows, gated=False)
         out = torch.empty_like(z, memory_format=torch.contiguous_format)
         if store.tokens == "prompt":
