@@ -68,7 +68,7 @@ class ModelConfig:
         "auto",
         choices=(
             "auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "glm", "glm4", "minimax_m2", "pythonic",
-            "deepseek", "gemma4", "seed_oss", "granite", "phi4",
+            "deepseek", "gemma4", "seed_oss", "granite", "phi4", "nemotron_json",
         ),
     )
     """How the model writes tool calls in its answers, to find those of rows with the column `tools`. auto is what the tokenizer's

@@ -181,6 +181,7 @@ _FORMS: dict[str, _Form] = {
     "mistral, named": _Form(_mistral_named, r"[\w.\-]+"),
     "granite": _Form(_json_call, r"(?s:.+)", before=("<|tool_call|>", _LIST), between=COMMA, after="]"),
     "phi4": _Form(_json_call, r"(?s:.+)", before=("<|tool_call|>", _LIST), between=COMMA, after="]<|/tool_call|>"),
+    "nemotron_json": _Form(_json_call, r"(?s:.+)", before=("<TOOLCALL>[", EMPTY), between=COMMA, after="]</TOOLCALL>"),
     "deepseek": _Form(_deepseek, r"[^\n<]+", before=(_ALL, EMPTY), between=BREAK, after=_ALL_END),
     "qwen3_coder": _Form(_qwen3_coder, r"[^>\n]+", between=BREAK),
     "seed_oss": _Form(_seed_oss, r"[^>\n]+", between=BREAK),

@@ -3,6 +3,7 @@
 hermes   <tool_call>{"name": "f", "arguments": {}}</tool_call>       Hermes 2 and 3, Qwen 2.5, Qwen3, Granite 4, EXAONE 4, SmolLM3
 granite  <|tool_call|>[{"name": "f", "arguments": {}}], Granite 3
 phi4     the same with <|/tool_call|> at the end, Phi-4-mini
+nemotron_json  <TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>, Nemotron Nano 2
 mistral  [TOOL_CALLS][{"name": "f", "arguments": {}}]; newer models [TOOL_CALLS]f[ARGS]{}, some with [CALL_ID] before [ARGS]
 
 The closing mark may be missing at the end of the text: JSON says itself where it ends.
@@ -76,4 +77,5 @@ def listed_calls(text: str, at: int) -> tuple[list[tuple[str, str]], int] | None
 HERMES = MarkedJson("hermes", "<tool_call>", "</tool_call>")
 GRANITE = MarkedJson("granite", "<|tool_call|>", "")
 PHI4 = MarkedJson("phi4", "<|tool_call|>", "<|/tool_call|>")
+NEMOTRON_JSON = MarkedJson("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
 MISTRAL = MistralForm("mistral", "[TOOL_CALLS]", "")

@@ -16,6 +16,7 @@ CALL_MARKS: dict[str, tuple[str, ...]] = {
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "granite": ("<|tool_call|>",),
     "phi4": ("<|tool_call|>", "<|/tool_call|>"),
+    "nemotron_json": ("<TOOLCALL>", "</TOOLCALL>"),
     "pythonic": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
 """By the name of the form: at most as many as there are bytes in `token_automaton.MARKS`."""

@@ -17,7 +17,7 @@ from batchspec.tool_calls.form import ToolForm, Tools
 from batchspec.tool_calls.gemma4 import GEMMA4
 from batchspec.tool_calls.glm4 import GLM4
 from batchspec.tool_calls.llama_json import LLAMA3_JSON
-from batchspec.tool_calls.marked_json import GRANITE, HERMES, MISTRAL, PHI4
+from batchspec.tool_calls.marked_json import GRANITE, HERMES, MISTRAL, NEMOTRON_JSON, PHI4
 from batchspec.tool_calls.probe import ARGUMENTS, FUNCTION, TOOLS, AnswerSamples
 from batchspec.tool_calls.pythonic import PYTHONIC
 from batchspec.tool_calls.tagged import GLM, MINIMAX_M2, QWEN3_CODER, SEED_OSS
@@ -26,6 +26,7 @@ FORMS: dict[str, ToolForm] = {
     form.name: form
     for form in (
         HERMES, QWEN3_CODER, LLAMA3_JSON, MISTRAL, GLM, GLM4, MINIMAX_M2, PYTHONIC, DEEPSEEK, GEMMA4, SEED_OSS, GRANITE, PHI4,
+        NEMOTRON_JSON,
     )
 }
 SIGNS: tuple[tuple[str, ToolForm], ...] = (
@@ -40,11 +41,12 @@ SIGNS: tuple[tuple[str, ToolForm], ...] = (
     (r"<tool_call>", HERMES),
     (r"<\|/tool\|>|<\|/tool_call\|>", PHI4),
     (r"<\|tool_call\|>", GRANITE),
+    (r"<TOOLCALL>", NEMOTRON_JSON),
     (r"<\|python_tag\|>|\{\"name\": function name, \"parameters\"", LLAMA3_JSON),
 )
 """Regular expressions by which the text of a prompt, or of a response template, shows the form that it asks for. The more special
 ones come first, because several forms have <tool_call>."""
-_MARKED = (SEED_OSS, GLM, MINIMAX_M2, MISTRAL, DEEPSEEK, GEMMA4, PYTHONIC, HERMES, PHI4, GRANITE, QWEN3_CODER)
+_MARKED = (SEED_OSS, GLM, MINIMAX_M2, MISTRAL, DEEPSEEK, GEMMA4, PYTHONIC, HERMES, PHI4, GRANITE, NEMOTRON_JSON, QWEN3_CODER)
 """Forms that find their marks anywhere in a text. A form whose marks are also parts of another's comes after that one."""
 _BARE = ((LLAMA3_JSON, "{", "}"), (PYTHONIC, "[", "]"), (GLM4, FUNCTION, "}"))
 """Forms without marks, and the texts with which a call begins and ends: it must be the whole answer, without the turn's marks."""

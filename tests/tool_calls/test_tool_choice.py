@@ -445,7 +445,7 @@ def test_a_turn_after_calls_that_the_template_does_not_write_is_an_error_row_tha
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("form", ["gemma4", "glm4", "phi4", "granite", "seed_oss"])
+@pytest.mark.parametrize("form", ["gemma4", "glm4", "phi4", "granite", "nemotron_json", "seed_oss"])
 def test_forms_of_other_families_are_forced_with_their_marks_as_tokens(form: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64, max_position_embeddings=2048)
     make_thinking_tokenizer(folder, chat_template=TEMPLATES[form], more=CALL_MARKS.get(form, ()))

@@ -67,6 +67,7 @@ TEMPLATES = {
     ),
     "granite": chat_template(f"<|tool_call|>[{_EACH}{{{{ ', ' if not loop.first }}}}{_JSON}{{% endfor %}}]"),
     "phi4": chat_template(f"<|tool_call|>[{_EACH}{{{{ ', ' if not loop.first }}}}{_JSON}{{% endfor %}}]<|/tool_call|>"),
+    "nemotron_json": chat_template(f"<TOOLCALL>[{_EACH}{{{{ ', ' if not loop.first }}}}{_JSON}{{% endfor %}}]</TOOLCALL>"),
     "glm4": chat_template("{% set f = message.tool_calls[0].function %}{{ f.name }}\n{{ f.arguments | tojson }}"),
     "pythonic, by line": chat_template(
         "<function_calls>" + _EACH + "{{ '\n' if not loop.first }}{{ f.name }}({% for k, v in f.arguments.items() %}"
