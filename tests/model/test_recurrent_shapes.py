@@ -131,7 +131,16 @@ def test_states_of_a_shape_without_them_are_refused() -> None:
 
 
 @pytest.mark.second
-def test_the_recipe_of_a_35b_is_planned_for_one_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "shape", "answer", "max_len", "weights", "slots"),
+    [
+        ("reasoning_35b", "qwen3.5-35b-a3b", 16_384, 20_480, "69.32 GB weights", 150),
+        ("nemotron_nano", "nemotron3-nano-30b-a3b", 8192, 12_288, "63.15 GB weights", 256),
+    ],
+)
+def test_the_recipes_of_recurrent_models_are_planned_for_one_h200(
+    recipe: str, shape: str, answer: int, max_len: int, weights: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With dummy weights: `batchspec plan +job=reasoning_35b model.load_format=dummy ...`."""
     free = 140 * 10**9
     for module in (plan_text, memory):
@@ -141,23 +150,24 @@ def test_the_recipe_of_a_35b_is_planned_for_one_h200(tmp_path: Path, monkeypatch
     monkeypatch.setattr(card, "_read", lambda device: known_card("H200").card)
     monkeypatch.setattr(planning, "device_rates", lambda *_, **__: H200)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES["qwen3.5-35b-a3b"]}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES[shape]}))
     turns = [[{"role": "user", "content": "x" * 1500}]] * 2000
     pl.DataFrame({"messages": turns}).write_parquet(tmp_path / "in.parquet")
-    words = ["+job=reasoning_35b", f"model.path={tmp_path / 'model'}", f"input.path={tmp_path / 'in.parquet'}"]
+    words = [f"+job={recipe}", f"model.path={tmp_path / 'model'}", f"input.path={tmp_path / 'in.parquet'}"]
     found = {}
     for value in ("auto", "bfloat16"):
-        config = compose([*words, "model.load_format=dummy", "device=cpu", f"cache.state_dtype={value}"])
+        no_budget = "decode.thinking_token_budget=null"  # the tokenizer has no think tokens
+        config = compose([*words, "model.load_format=dummy", "device=cpu", no_budget, f"cache.state_dtype={value}"])
         made = planning.plan(config, tokenizer=cast(Any, ByteTokenizer()))
         assert made.batch is not None
         assert made.batch.num_verified == 3
-        assert 1500 + 16_384 < made.batch.max_len <= 20_480
+        assert 1500 + answer < made.batch.max_len <= max_len
         held, total = next(line for line in made.text().splitlines() if line.startswith("memory")).split(" = ")
-        assert "69.32 GB weights" in held
+        assert weights in held
         assert " states of rows" in held
         assert float(total.split(" GB")[0]) <= 140
         found[value] = made.batch.num_slots
-    assert 150 < found["auto"] < found["bfloat16"]
+    assert slots < found["auto"] < found["bfloat16"]
 
 
 def test_doctor_tunes_the_products_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
