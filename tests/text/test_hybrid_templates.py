@@ -76,9 +76,9 @@ ARGUMENTS = {"w": 3, "o": {"k": [1, "é"]}, "s": "7 }\n</tool_call>"}
 CALLS = {
     "id": "abcdefghi", "type": "function", "function": {"name": "area", "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)}
 }
-USER = {"role": "user", "content": "How large?"}
-TURN = {"role": "assistant", "content": "", "tool_calls": [CALLS]}
-RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "9"}
+USER: dict[str, Any] = {"role": "user", "content": "How large?"}
+TURN: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [CALLS]}
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "abcdefghi", "content": "9"}
 FORMS = {"nemotron 3": (NEMOTRON_3, "qwen3_coder"), "nano 2": (NANO_2, "nemotron_json"), "granite 4": (GRANITE_4, "hermes")}
 
 
@@ -108,7 +108,7 @@ def test_a_variable_turns_thoughts_of_nemotron_3_off(kwargs: dict[str, Any], ins
 
 def test_thoughts_of_earlier_turns_are_written_where_nemotron_3_writes_them(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_thinking_tokenizer(tmp_path, chat_template=NEMOTRON_3))
-    turn = {**TURN, "reasoning": "by counting"}
+    turn: dict[str, Any] = {**TURN, "reasoning": "by counting"}
     assert "<think>\nby counting\n</think>\n<tool_call>" in tokenizer.render_chat([USER, turn, RESULT], tools=TOOLS)
     again = [USER, turn, RESULT, {"role": "assistant", "content": "9"}, USER]
     keeps = {"truncate_history_thinking": False}
