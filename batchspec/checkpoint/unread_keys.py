@@ -50,7 +50,7 @@ _OF_FAMILIES = frozenset({
     "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",  # initial values of Mamba2 layers
     "chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "moe_shared_expert_overlap",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",  # of its MTP layers
-    "normalization_function", "init_method",
+    "normalization_function", "init_method", "z_loss_coefficient",
     "block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads",  # LFM2, which has the same under other names
     "block_use_swiglu", "use_pos_enc", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
     "conv_use_xavier_init",

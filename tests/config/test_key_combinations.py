@@ -38,7 +38,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4": {"partial_rotary_factor": 0.5},
     "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
     "granitemoehybrid": needed("granitemoehybrid", 3), "lfm2_moe": needed("lfm2_moe", 3),
-    "nemotron_h": needed("nemotron_h", 3),
+    "nemotron_h": needed("nemotron_h", 3), "bamba": needed("bamba", 3),
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     "glm4_moe_lite": {
@@ -113,6 +113,10 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_local_experts": (0, 4),
         "layer_types": (None, [KINDS[1]] * 3, ["attention"] * 3, ["mamba", "attention", "attention"]),
         "mamba_n_heads": (2, 6), "mamba_d_head": ("auto", 8), "mamba_d_state": (10,), "mamba_n_groups": (2,),
+    },
+    "bamba": {
+        "attn_layer_indices": (None, [1], [3]), "mamba_n_heads": (2, 6), "mamba_d_head": ("auto", 8), "mamba_d_state": (10,),
+        "mamba_n_groups": (2,), "mlp_bias": (True,), "partial_rotary_factor": (0.25,),
     },
     "nemotron_h": {
         "layers_block_type": (None, ["moe", KINDS[1], "mlp"], ["linear_attention"] * 3, ["mamba", "attention", "mlp"]),

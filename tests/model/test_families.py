@@ -78,7 +78,7 @@ NUMBERS = {
     "gemma3-27b": 27.0, "phi4-14b": 14.66, "olmo2-7b": 7.3, "olmo3-32b": 32.23, "glm4-32b": 32.57, "glm-4.5-air": 106.9,
     "glm-4.5-air-fp8": 106.9, "glm-4.6-fp8": 352.8, "seed-oss-36b": 36.15, "smollm3-3b": 3.08, "granite3-8b": 8.17,
     "granite4-micro": 3.4, "exaone4-32b": 32.0, "glm-4.7-flash": 29.94, "lfm2-1.2b": 1.17, "lfm2-8b-a1b": 8.34,
-    "granite4-h-micro": 3.19, "granite4-h-tiny": 6.94, "nemotron-nano-9b": 8.89,
+    "granite4-h-micro": 3.19, "granite4-h-tiny": 6.94, "nemotron-nano-9b": 8.89, "bamba-9b": 9.78,
     "nemotron3-nano-30b-a3b": 31.58, "nemotron3-super-120b-a12b": 120.67,
 }
 """Thousand millions of weights of the published models, without layers for images and MTP."""

@@ -89,6 +89,10 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["attention", "linear_attention", "mamba"], "mamba_n_heads": 2, "mamba_n_groups": 2, "mamba_d_state": 14,
         "mamba_d_conv": 3, "mamba_expand": 1, "mamba_conv_bias": False, "mamba_proj_bias": True,
     },
+    "bamba": {
+        "attn_layer_indices": [0, 2], "mamba_n_heads": 2, "mamba_n_groups": 2, "mamba_d_state": 14, "mamba_d_conv": 3,
+        "mamba_expand": 1, "mamba_conv_bias": False, "mamba_proj_bias": True, "mlp_bias": True,
+    },
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0,
@@ -130,7 +134,7 @@ VALUES: list[dict[str, Any]] = [
 REFUSED: dict[str, set[str]] = {
     "layer_types": {
         "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "glm4_moe_lite", "mixtral", "phi3", "seed_oss",
-        "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", *RECURRENT_FAMILIES,
+        "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", "bamba", *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -142,7 +146,8 @@ REFUSED: dict[str, set[str]] = {
         "granitemoehybrid", "lfm2_moe", "nemotron_h",
     },
     "no n_group": {"glm4_moe", "glm4_moe_lite", "nemotron_h"},
-    "no mamba_n_heads": {"granitemoehybrid"},
+    "no mamba_n_heads": {"granitemoehybrid", "bamba"},
+    "no attn_layer_indices": {"bamba"},
     "no mamba_num_heads": {"nemotron_h"},
     "no n_groups": {"nemotron_h"},
     "no layers_block_type": {"nemotron_h"},
@@ -152,7 +157,7 @@ REFUSED: dict[str, set[str]] = {
     "no qk_rope_head_dim": {"glm4_moe_lite"},
     "no mlp_layer_types": {"glm4_moe_lite"},
     "no layer_types": {"granitemoehybrid", "lfm2_moe"},
-    "no head_dim": {"phi3"},
+    "no head_dim": {"phi3", "bamba"},
 }
 """The families that refuse a config, by its title in `changed`."""
 FAIL = {

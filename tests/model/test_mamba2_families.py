@@ -44,12 +44,20 @@ GRANITE: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_state": 11, "shared_intermediate_size": 70, "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
 }
+BAMBA: dict[str, Any] = {
+    "hidden_size": 56, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 11, "num_hidden_layers": 3,
+    "intermediate_size": 44, "num_attention_heads": 2, "num_key_value_heads": 1,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": nemotron("ME*M", routed_scaling_factor=1.7),
     "narrow experts": nemotron("EM*E", routed_scaling_factor=1.7, moe_latent_size=20),
     "dense, the last layer attends": nemotron("M-M*"),
     "dense, the last layers keep nothing": nemotron("*M--", use_bias=True, use_conv_bias=False, mlp_bias=True, conv_kernel=3),
     "groups of experts, one of heads": nemotron("M*E", n_group=2, topk_group=1, n_routed_experts=8, n_groups=1, conv_kernel=1),
+    "bamba": ("bamba", BAMBA),
+    "bamba, biases, groups of heads": (
+        "bamba", {**BAMBA, "mamba_n_groups": 4, "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}
+    ),
     "granite": ("granitemoehybrid", GRANITE),
     "granite, experts": (
         "granitemoehybrid", {**GRANITE, "intermediate_size": 22, "num_local_experts": 7, "num_experts_per_tok": 3}

@@ -222,6 +222,12 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "nemotron3-nano-30b-a3b-nvfp4": _NEMOTRON3_NANO | _modelopt("NVFP4"),
     "nemotron3-super-120b-a12b": _NEMOTRON3_SUPER,
     "nemotron3-super-120b-a12b-nvfp4": _NEMOTRON3_SUPER | _mixed(_NEMOTRON3_SUPER["hybrid_override_pattern"]),
+    "bamba-9b": {
+        "model_type": "bamba", "architectures": ["BambaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
+        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    },
     "nemotron-nano-9b": _NEMOTRON_H | {
         "hidden_size": 4480, "intermediate_size": 15680, "num_hidden_layers": 56, "num_attention_heads": 40,
         "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_key_value_heads": 8,

@@ -36,7 +36,7 @@ from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec, SharedExpert
 _FACTORS: Json = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
 _ATTENDS, _MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
 """Names of layers, as Granite's files have them and as transformers 5 saves them."""
-_MAMBA_INTEGERS: Ranges = {
+MAMBA_INTEGERS: Ranges = {
     "mamba_n_heads": (1, 2**16), "mamba_n_groups": (1, 2**16), "mamba_d_state": (1, 2**16), "mamba_d_head": (1, 2**16),
     "mamba_d_conv": (1, 16), "mamba_expand": (1, 64),
 }
@@ -53,7 +53,8 @@ def _scaled(config: ConfigReader, mlp: GatedMlpSpec, *, rotated: bool = True) ->
     return dense_layers(attentions, replace(mlp, out_scale=factor))
 
 
-def _mamba(config: ConfigReader) -> Mamba2Spec:
+def read_mamba(config: ConfigReader, *, out_scale: float | None = None) -> Mamba2Spec:
+    """The Mamba2 layer of Granite, and of Bamba, which has no factor of its output."""
     hidden_size, heads, groups = (config.integer(key) for key in ("hidden_size", "mamba_n_heads", "mamba_n_groups"))
     inner, auto = config.integer("mamba_expand") * hidden_size, config.replaced(mamba_d_head=None)
     given = config.given("mamba_d_head") and config.differs("mamba_d_head", "auto")
@@ -67,7 +68,7 @@ def _mamba(config: ConfigReader) -> Mamba2Spec:
         hidden_size=hidden_size, eps=config.number("rms_norm_eps"), num_heads=heads, head_dim=head_dim, num_groups=groups,
         state_size=config.integer("mamba_d_state"), conv_width=config.integer("mamba_d_conv"),
         bias=config.flag("mamba_proj_bias"), conv_bias=config.flag("mamba_conv_bias", True), name="mamba", norm="input_layernorm",
-        out_scale=_factor(config, "residual_multiplier"),
+        out_scale=out_scale,
     )
 
 
@@ -95,7 +96,9 @@ def _hybrid_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     layers = _scaled(shared, mlp, rotated=_rotates(config))
     if config.integer("num_local_experts"):
         layers = tuple(replace(layer, mlps=(_experts(config, mlp),)) for layer in layers)
-    return _with_mamba(layers, kinds, _mamba(config)) if _MAMBA[0] in kinds else layers
+    if _MAMBA[0] not in kinds:
+        return layers
+    return _with_mamba(layers, kinds, read_mamba(config, out_scale=_factor(config, "residual_multiplier")))
 
 
 def _with_mamba(layers: Sequence[LayerSpec], kinds: Sequence[str], mamba: Mamba2Spec) -> tuple[LayerSpec, ...]:
@@ -143,7 +146,7 @@ GRANITE_HYBRID = Family(
         "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
     },
     integers={
-        "shared_intermediate_size": (1, 2**24), **_MAMBA_INTEGERS, **EXPERT_COUNTS, "num_local_experts": (0, 2**16),
+        "shared_intermediate_size": (1, 2**24), **MAMBA_INTEGERS, **EXPERT_COUNTS, "num_local_experts": (0, 2**16),
         "num_experts_per_tok": (0, 2**16),
     },
     rope=lambda config: (plain_rope if _rotates(config) else no_rope)(config),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.checkpoint.files import listed
 from batchspec.console.text import as_json
+from batchspec.model.families.bamba import BAMBA
 from batchspec.model.families.base import Family
 from batchspec.model.families.exaone4 import EXAONE4
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Family] = {
         LFM2,
         LFM2_MOE,
         NEMOTRON_H,
+        BAMBA,
     )
 }
 
@@ -80,7 +82,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "compressed sparse attention": ("deepseek_v4",),
     "Mamba layers of the first kind": ("mamba", "falcon_mamba", "jamba", "zamba"),
-    "a class of its own, whose Mamba2 layers alone are built": ("mamba2", "falcon_h1", "bamba", "zamba2", "nemotron_h_omni"),
+    "a class of its own, whose Mamba2 layers alone are built": ("mamba2", "falcon_h1", "zamba2", "nemotron_h_omni"),
     "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "attention in chunks": ("llama4", "llama4_text"),
     "one gate per attention head": ("lfm3",),
