@@ -23,7 +23,8 @@ from batchspec.model.layers.attention.padded import TorchPlan
 from batchspec.tuning import policy
 
 WIDE_IN_BF16 = {
-    "verify_kernel", "ordered_attention_kernel", "ordered_prefill_kernel", "ragged_prefill_kernel", "bidirectional_kernel",
+    "verify_kernel", "verify_latents_kernel", "ordered_attention_kernel", "ordered_prefill_kernel", "ragged_prefill_kernel",
+    "bidirectional_kernel",
 }
 """Kernels that are told so that the interpreter must convert their operands."""
 

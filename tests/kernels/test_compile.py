@@ -26,6 +26,7 @@ from tests.kernels.compile_cases import (
     gated_delta,
     gemm,
     kv_cache,
+    latent,
     lora,
     mamba2,
     moe,
@@ -41,8 +42,8 @@ from tests.kernels.unpacking import assert_rounds_to_the_bit, assert_unpacks_to_
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, mamba2, moe, norm_rope, rounds, sampling, short_conv,
-    train, tree,
+    attention, distributed, drafting, gated_delta, gemm, kv_cache, latent, lora, mamba2, moe, norm_rope, rounds, sampling,
+    short_conv, train, tree,
 )
 CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
 SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}

@@ -1,0 +1,1 @@
+"""Latent attention of rounds, and what writes latents to their pages."""

@@ -1,0 +1,212 @@
+"""Latent attention of rounds: the few queries of each row over its long paged latents, in the absorbed form.
+
+    s[h, t, k] = scale * (q_latent[t, h] . c[k] + q_rope[t, h] . r[k])    over the keys 0 .. position[t], or those in the window
+    out[t, h] = sum over k of softmax(s)[k] * c[k]                        and the sink
+
+A page holds c, of R numbers, and r, of P numbers, of each token. All heads have the same keys, and values are the latents again:
+a block of c is read once, for both products. The (query, head) pairs of a row are the lines of tiles, of 64 where tensor cores
+multiply as many at once (Hopper): then 20 heads cost the same with 1 to 3 queries. The work list is that of verify attention
+with one K/V head (`attention/split_kv_schedule.py`), as are partial results and their merge.
+Bytes: K (R + P) itemsize a row. Operations: 2 L (2 R + P) K, with L lines. With 64 lines of R = 512, P = 64 these are 121 for each
+byte in bf16, where an H200 computes 184 in the time of one. A second tile finds the keys in the L2 cache, but computes as much
+again: from there on arithmetic is the bound.
+Source: DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1; for the split over keys see `verify_attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.attention.merge_states import Partials, merge_states
+from batchspec.kernels.attention.settings import Config
+from batchspec.kernels.attention.softmax_step import page_of, seen_keys
+from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
+from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.kernels.common.card import card_of
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.latent.settings import DTYPES, latent_config
+
+
+@triton.jit
+def attend_latents(
+    q_latent, q_rope, peak, mass, acc, page, key, end, latents, position, scale, page_stride, WINDOW: tl.constexpr,
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_DIM: tl.constexpr, WIDE: tl.constexpr,
+):
+    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added."""
+    at = latents + page.to(tl.int64) * page_stride + (key % PAGE_SIZE) * (LATENT + ROPE)
+    d, e = tl.arange(0, LATENT_DIM), tl.arange(0, ROPE_DIM)
+    exists = (key < end)[:, None]
+    inside = exists if LATENT == LATENT_DIM else exists & (d < LATENT)[None, :]
+    c = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0)
+    inside = exists if ROPE == ROPE_DIM else exists & (e < ROPE)[None, :]
+    r = tl.load(at[:, None] + LATENT + e[None, :], mask=inside, other=0.0)
+    if WIDE:
+        c, r = c.to(tl.float32), r.to(tl.float32)
+    s = tl.dot(q_rope, tl.trans(r), input_precision="ieee")
+    s = tl.dot(q_latent, tl.trans(c), s, input_precision="ieee") * scale
+    s = tl.where(seen_keys(key, end, position, position, position, False, WINDOW, SINK), s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    shrink = tl.exp2(peak - new_peak)
+    p = tl.exp2(s - new_peak[:, None])
+    mass = mass * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
+    return new_peak, mass, acc
+
+
+@triton.jit(do_not_specialize=["max_pages", "max_q"])
+def verify_latents_kernel(
+    q_latent, q_rope, latents, page_table, positions, cu_seqlens_q, kv_len, items, num_items, row_parts, out, part_out, part_lse,
+    scale, max_pages, max_q, latent_stride_t, latent_stride_h, rope_stride_t, rope_stride_h, page_stride,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):
+    if not EARLY:
+        await_earlier(PDL)
+    index = tl.program_id(0)
+    item = items + index * 8
+    row = tl.load(item)
+    tile = tl.load(item + 1)
+    first = tl.load(item + 2)
+    end = tl.load(item + 3)
+    part = tl.load(item + 4)
+    begin = tl.load(item + 6)
+    count = tl.load(item + 7)
+    if index >= tl.load(num_items):
+        await_earlier(EARLY)
+        return
+    if end == 0:  # a dead row, or the padding after the last row
+        await_earlier(EARLY)
+        zero_tokens(out, begin, begin + count, 0, HEADS, 1, TILE, LATENT, LATENT_DIM)
+        return
+    lane, row, first_place, num_lanes, inside = lanes_of(
+        tile, row, begin, count, cu_seqlens_q, kv_len, cu_seqlens_q, max_q, HEADS, TILE, False
+    )
+    table = page_table + row.to(tl.int64) * max_pages
+    key = tl.arange(0, BLOCK)
+    page = page_of(table, first + key, end, PAGE_SIZE)
+    token = (first_place + lane // HEADS).to(tl.int64)
+    head = lane % HEADS
+    position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+    await_earlier(EARLY)
+
+    d, e = tl.arange(0, LATENT_DIM), tl.arange(0, ROPE_DIM)
+    within = inside[:, None] & (d < LATENT)[None, :]
+    of_latent = tl.load(
+        q_latent + (token * latent_stride_t + head * latent_stride_h)[:, None] + d[None, :], mask=within, other=0.0
+    )
+    of_rope = tl.load(
+        q_rope + (token * rope_stride_t + head * rope_stride_h)[:, None] + e[None, :],
+        mask=inside[:, None] & (e < ROPE)[None, :], other=0.0,
+    )
+    if WIDE:
+        of_latent, of_rope = of_latent.to(tl.float32), of_rope.to(tl.float32)
+    listed = end
+    end = tl.minimum(end, tl.max(position, 0) + 1)
+    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query without a key in this item does not get NaN
+    mass = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, LATENT_DIM], tl.float32)
+    if SINK > 0:
+        sinks = tl.load(item + 5)
+        for at in range(0, sinks, BLOCK):
+            page_at = page_of(table, at + key, sinks, PAGE_SIZE)
+            peak, mass, acc = attend_latents(
+                of_latent, of_rope, peak, mass, acc, page_at, at + key, sinks, latents, position, scale, page_stride, WINDOW,
+                SINK, PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE,
+            )
+    for at in range(first, end, BLOCK):
+        next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)  # one step ahead: see `verify_attention.py`
+        peak, mass, acc = attend_latents(
+            of_latent, of_rope, peak, mass, acc, page, at + key, end, latents, position, scale, page_stride, WINDOW, SINK,
+            PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE,
+        )
+        page = next_page
+    # Computed again from the item: keeping the lines' addresses would cost registers in the loop.
+    lane, row, first_place, num_lanes, inside = lanes_of(
+        tl.load(item + 1, volatile=True), row, begin, count, cu_seqlens_q, kv_len, cu_seqlens_q, max_q, HEADS, TILE, False
+    )
+    token = (first_place + lane // HEADS).to(tl.int64)
+    within = inside[:, None] & (d < LATENT)[None, :]
+    write_lines(
+        out, part_out, part_lse, row_parts, None, peak, mass, acc, part, token, lane % HEADS, lane, row, num_lanes, 0, d, inside,
+        within, 1, HEADS, LATENT,
+    )
+
+
+def verify_latents(
+    q_latent: Tensor, q_rope: Tensor, latents: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork,
+    partials: Partials, *, scale: float, out: Tensor, config: Config | None = None, early: bool = False, interpret: bool = False,
+) -> None:
+    """Attention of T queries of NH heads over the pages of their rows, for one layer.
+
+    q_latent    fp32, bf16 or fp16 [T, NH, R]  queries times the keys' matrix; any strides over T and NH
+    q_rope      the same dtype [T, NH, P]      rotated parts of queries; any strides over T and NH
+    latents     the same dtype [pages, page_size, R + P], contiguous, with the queries' own already written: finite in the first R
+                numbers, NaN in a last number if only queries that attend to it are to get NaN. Unwritten slots are never read
+    page_table  int32 [rows, max pages a row]
+    positions   int64 [T]  a query attends to keys 0 .. its position, below kv_len, within the work list's window
+    work        from `split_kv_schedule` with one K/V head, no groups
+    partials    from `partials_of(work, R)`
+    out         [T, NH, R] of q's dtype, contiguous: the softmax's mean of latents; zeros for dead rows and padding
+    config      warps and stages other than those of `settings.py`, for measurements
+    early       the previous launch has not written work, page_table or positions
+
+    Products and sums in fp32, weights rounded to the dtype. Does not synchronise on a GPU. Raises ValueError for other shapes,
+    dtypes or strides.
+    """
+    shape, (num_tokens, num_heads, latent_dim), rope_dim = work.shape, q_latent.shape, q_rope.shape[2]
+    num_rows, size = work.kv_len.shape[0], latent_dim + rope_dim
+    check("verify_latents: q_latent", q_latent, (num_tokens, shape.heads_per_kv, latent_dim), *DTYPES, rows=True)
+    check("verify_latents: q_rope", q_rope, (num_tokens, num_heads, rope_dim), q_latent.dtype, rows=True)
+    check("verify_latents: latents", latents, (len(latents), shape.page_size, size), q_latent.dtype)
+    check("verify_latents: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("verify_latents: positions", positions, (num_tokens,), torch.int64)
+    check("verify_latents: out", out, (num_tokens, num_heads, latent_dim), q_latent.dtype)
+    if shape.kv_heads != 1 or work.shared is not None:
+        raise ValueError("verify_latents: the work list has several K/V heads or shared prefixes; latents have neither")
+    if not (q_latent.is_cuda or interpret):
+        verify_latents_reference(q_latent, q_rope, latents, page_table, positions, work, scale=scale, out=out)
+        return
+    args = launch_args(q_latent)
+    choice = config or latent_config(latent_dim, shape.tile, q_latent.dtype, card_of(q_latent.device))
+    verify_latents_kernel[(len(work.items),)](
+        q_latent, q_rope, latents, page_table, positions, work.cu_seqlens_q, work.kv_len, work.items, work.counts, work.row_parts,
+        out, partials.out, partials.lse, scale * math.log2(math.e), page_table.shape[1], shape.max_q, q_latent.stride(0),
+        q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latents.stride(0), HEADS=num_heads, LATENT=latent_dim,
+        LATENT_DIM=max(16, triton.next_power_of_2(latent_dim)), ROPE=rope_dim, ROPE_DIM=max(16, triton.next_power_of_2(rope_dim)),
+        PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=shape.tile, BLOCK=shape.block,
+        WIDE=not q_latent.is_cuda and q_latent.dtype == torch.bfloat16, EARLY=early and args["PDL"], num_warps=choice.num_warps,
+        num_stages=choice.num_stages, **args,
+    )
+    if work.num_lines:
+        merge_states(
+            partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, interpret=interpret
+        )
+
+
+def verify_latents_reference(
+    q_latent: Tensor, q_rope: Tensor, latents: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork, *,
+    scale: float, out: Tensor,
+) -> None:
+    """The same in plain torch, row by row: every key gathered, softmax over the whole row in fp32."""
+    shape, begins, latent_dim = work.shape, work.cu_seqlens_q.tolist(), q_latent.shape[2]
+    out.zero_()
+    queries = torch.cat((q_latent, q_rope), 2)
+    for row, (begin, stop, length) in enumerate(zip(begins, begins[1:], work.kv_len.tolist(), strict=False)):
+        if not (length and stop > begin):
+            continue
+        keys = torch.arange(length, device=out.device)
+        own = latents[page_table[row, keys // shape.page_size].long(), keys % shape.page_size].float()
+        position = positions[begin:stop, None]
+        seen = keys <= position
+        if shape.window:
+            seen = seen & ((keys > position - shape.window) | (keys < shape.sink))
+        scores = torch.einsum("thd,kd->htk", queries[begin:stop].float(), own).mul(scale).masked_fill(~seen, float("-inf"))
+        out[begin:stop] = torch.einsum("htk,kd->thd", scores.softmax(2), own[:, :latent_dim]).to(out.dtype)

@@ -1,0 +1,21 @@
+"""The variants in which the engine launches the kernels of `kernels/latent`: GLM-4.7-Flash, and Mistral-Small-4."""
+
+from __future__ import annotations
+
+from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
+
+CASES = Cases("latent")
+
+# (dtype, heads, R, tile, block, warps, stages, window, early)
+for _dtype, _heads, _latent, _tile, _block, _warps, _stages, _window, _early in (
+    ("bf16", 20, 512, 64, 32, 8, 4, 0, True), ("bf16", 32, 256, 64, 64, 8, 3, 512, False),
+    ("fp32", 20, 512, 16, 16, 8, 2, 0, True),
+):
+    CASES.add(
+        f"verify_latents_kernel {_dtype} R={_latent}, window {_window}, early {_early}", "verify_latents", _warps, stages=_stages,
+        q_latent=f"*{_dtype}", q_rope=f"*{_dtype}", latents=f"*{_dtype}", page_table=PI32, positions=PI64, cu_seqlens_q=PI32,
+        kv_len=PI32, items=PI32, num_items=PI32, row_parts=PI32, out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32",
+        max_pages=I32, max_q=I32, latent_stride_t=I32, latent_stride_h=I32, rope_stride_t=I32, rope_stride_h=I32, page_stride=I32,
+        HEADS=_heads, LATENT=_latent, LATENT_DIM=_latent, ROPE=64, ROPE_DIM=64, PAGE_SIZE=16, WINDOW=_window,
+        SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, WIDE=False, EARLY=_early,
+    )
