@@ -38,6 +38,8 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, o
             f"{asked} is supported only on GPUs of the Hopper generation (compute capability 9.0), and this is "
             f"{card_of(device).name}; remove it, or set model.dtype=float64"
         )
+    if (why := spec.refuses("ordered")) is not None:
+        raise ConfigError(f"{asked}: {spec.family} {why}; remove it, or set model.dtype=float64")
     _check_rows(spec, asked)
     for prefix, block in spec.blocks():
         if isinstance(block, MoeSpec):

@@ -21,6 +21,7 @@ from batchspec.kernels.gemm import four_bit_tiles, fp8_tiles, lm_head, ordered_t
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered import MIN_BLOCK_M
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.kernels.latent.settings import latent_shape
 from batchspec.kernels.moe import tiles
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.tuning.table import is_measured, measured_tile
@@ -165,6 +166,17 @@ def attention_shape(
     return work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, dtype=dtype, fp8=fp8, card=card_of(device), window=window or 0, sink=sink,
+    )
+
+
+def latent_attention_shape(
+    *, num_rows: int, max_q: int, max_kv: int, num_heads: int, latent_dim: int, page_size: int, dtype: torch.dtype,
+    device: torch.device, window: int | None, sink: int,
+) -> WorkShape:
+    """The same for latent attention in the absorbed form."""
+    return latent_shape(
+        num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, latent_dim=latent_dim, page_size=page_size,
+        dtype=dtype, card=card_of(device), window=window or 0, sink=sink,
     )
 
 

@@ -14,17 +14,16 @@ from batchspec.kernels.attention.settings import Config
 from batchspec.kernels.attention.work_list import WorkShape
 from batchspec.kernels.common.card import Card
 
+LINES = 64
+"""Lines of a tile on Hopper, whose tensor cores multiply as many at once."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def latent_tile(lanes: int, dtype: torch.dtype, card: Card) -> int:
-    """Number of (query, head) pairs in a program's tile, for a row with `lanes` pairs.
-
-    wgmma multiplies 64 lines at a time, so that fewer cost the same.
-    """
+    """Number of (query, head) pairs in a program's tile, for a row with `lanes` pairs."""
     if dtype == torch.float32:  # products without tensor cores
         return 16
-    return 64 if card.has_wgmma else min(32, max(16, triton.next_power_of_2(lanes)))
+    return LINES if card.has_wgmma else min(32, max(16, triton.next_power_of_2(lanes)))
 
 
 def latent_config(latent_dim: int, tile: int, dtype: torch.dtype, card: Card) -> Config:

@@ -5,10 +5,10 @@
 
 A page holds c, of R numbers, and r, of P numbers, of each token. All heads have the same keys, and values are the latents again:
 a block of c is read once, for both products. The (query, head) pairs of a row are the lines of tiles, of 64 where tensor cores
-multiply as many at once (Hopper): then 20 heads cost the same with 1 to 3 queries. The work list is that of verify attention
+take as many at once (Hopper): 20 heads cost the same with 1 to 3 queries. The work list is that of verify attention
 with one K/V head (`attention/split_kv_schedule.py`), as are partial results and their merge.
-Bytes: K (R + P) itemsize a row. Operations: 2 L (2 R + P) K, with L lines. With 64 lines of R = 512, P = 64 these are 121 for each
-byte in bf16, where an H200 computes 184 in the time of one. A second tile finds the keys in the L2 cache, but computes as much
+Bytes: K (R + P) itemsize a row. Operations: 2 L (2 R + P) K, with L lines. With 64 lines of R = 512, P = 64 they are 121 a
+byte in bf16, and an H200 computes 184 in the time of one. A second tile finds the keys in the L2 cache, but computes as much
 again: from there on arithmetic is the bound.
 Source: DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1; for the split over keys see `verify_attention.py`.
 """

@@ -29,6 +29,7 @@ from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
 from batchspec.kernels.gemm import four_bit_tiles
+from batchspec.kernels.latent import verify_latents, write_latents
 from batchspec.kernels.mamba2 import gated_group_norm, scan_chunks, scan_steps
 from batchspec.kernels.short_conv import short_conv
 from batchspec.model.layers.base import NormForm
@@ -37,6 +38,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from tests.helpers.engines import make_engine, packed
 from tests.helpers.int4_layouts import of_gptq
+from tests.helpers.latents import latent_spec
 from tests.helpers.moe_models import Strong, tiny_spec
 from tests.helpers.nvfp4_layouts import MODELOPT
 from tests.helpers.recurrent import LoudNoise, mtp_of, recurrent_spec
@@ -165,12 +167,13 @@ def kernels_of(*modules: ModuleType) -> dict[str, Sequence[str]]:
     return {name: kernel.kwargs["do_not_specialize"] or () for name, kernel in named}
 
 
-KEEP_ROW_TENSORS: dict[str, tuple[Callable[[], ModelSpec], dict[str, Sequence[str]]]] = {
+KINDS: dict[str, tuple[Callable[[], ModelSpec], dict[str, Sequence[str]]]] = {
     "gated delta": (recurrent_spec, kernels_of(chunk_products, convolve, delta_chunks, delta_steps, gated_norm)),
     "short convolution": (conv_spec, kernels_of(short_conv)),
     "mamba2": (mamba_spec, kernels_of(short_conv, scan_chunks, scan_steps, gated_group_norm)),
+    "latent": (latent_spec, kernels_of(verify_latents, write_latents)),
 }
-"""Kinds of layers that keep row tensors: a model with such layers, and their kernels."""
+"""Kinds of layers: a model with such layers, and their kernels."""
 
 
 def variants_of(kernels: Mapping[str, Sequence[str]], variants: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
@@ -195,12 +198,12 @@ PASSES = {
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("kind", KEEP_ROW_TENSORS)
-def test_rows_with_row_tensors_enter_and_resume_without_another_variant_of_a_kernel(
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_kind_of_layers_enter_and_resume_without_another_variant_of_a_kernel(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, in steps, and in rounds of each K."""
-    spec, kernels = KEEP_ROW_TENSORS[kind][0](), KEEP_ROW_TENSORS[kind][1]
+    spec, kernels = KINDS[kind][0](), KINDS[kind][1]
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)
     with stand_in_gpu(F32):
         target = Target(spec, LoudNoise(spec, dtype=F32, device=CPU), CPU)

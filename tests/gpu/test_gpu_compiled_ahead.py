@@ -48,7 +48,13 @@ MAMBA = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128,
     "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
 }
-KINDS = {"recurrent": RECURRENT, "convolutions": CONVS, "mamba2": MAMBA}
+LATENTS = {
+    "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 128, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 512, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
+}
+KINDS = {"recurrent": RECURRENT, "convolutions": CONVS, "mamba2": MAMBA, "latents": LATENTS}
 compiled = []
 
 def on_compile(**event):
@@ -83,7 +89,7 @@ print("compiled late:", *compiled[ahead:], sep="\\n")
     ("form", "drafter"),
     [*((form, drafter) for form in ("bf16", "fp8 blocks", "mxfp4") for drafter in ("none", "lookup")),
      ("recurrent", "none"), ("recurrent", "mtp"), ("convolutions", "none"), ("convolutions", "lookup"),
-     ("mamba2", "none"), ("mamba2", "lookup")],
+     ("mamba2", "none"), ("mamba2", "lookup"), ("latents", "none"), ("latents", "lookup")],
 )
 def test_nothing_is_compiled_after_an_engine_was_prepared(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""

@@ -24,7 +24,10 @@ from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaS
 from batchspec.kernels.mamba2.layout import SsmState, SsmWeights
 from batchspec.kernels.mamba2.scan_steps import scan_steps
 from batchspec.kernels.short_conv.short_conv import ConvRows
+from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.latent.attend import HeadSizes
+from batchspec.model.layers.latent.block import LatentSpec
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mamba2.block import Mamba2Spec
 from batchspec.model.layers.short_conv.block import ShortConvSpec
@@ -80,6 +83,22 @@ def mamba_target(kind: str) -> Target:
     return Target(spec, _Noise(spec, device, torch.float32), device)
 
 
+@cache
+def latent_target(kind: str) -> Target:
+    """Three layers, the first two with latent attention."""
+    plain = windowed_target(kind, (None,)).spec
+    attends = plain.layers[0]
+    first = LatentSpec(
+        hidden_size=plain.hidden_size, eps=plain.rms_eps, inner_eps=1e-6, num_heads=5, query_rank=24, scale=0.2,
+        sizes=HeadSizes(key_dim=16, rope_dim=8, value_dim=12, latent_dim=32),
+        rope=RopeSpec(type="default", theta=100.0, interleaved=True),
+    )
+    last = replace(first, query_rank=None, rope=RopeSpec(type="default", theta=50.0), bias=True)
+    spec = replace(plain, layers=(LayerSpec(first, attends.mlps), LayerSpec(last, attends.mlps), attends))
+    device = torch.device(kind)
+    return Target(spec, _Noise(spec, device, torch.float32), device)
+
+
 def trusted() -> list[Request]:
     """Admission expects one token of each, so that it takes in too many where pages are scarce."""
     return [replace(one, predicted_tokens=1) for one in requests(40, longest=150)]
@@ -120,7 +139,8 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, pages
 @pytest.mark.parametrize(
     ("name", "target_of"),
     [*((name, conv_target) for name in ("none", "lookup", "eagle3", "window")),
-     *((name, mamba_target) for name in ("none", "lookup", "eagle3"))],
+     *((name, mamba_target) for name in ("none", "lookup", "eagle3")),
+     *((name, latent_target) for name in ("none", "lookup", "eagle3", "window"))],
 )
 def test_graphs_with_other_kinds_of_layers_give_the_tokens_of_one_row_at_a_time_on_the_cpu(
     name: str, target_of: Callable[[str], Target], pages: int, tmp_path: Path
@@ -139,7 +159,8 @@ def test_graphs_with_other_kinds_of_layers_give_the_tokens_of_one_row_at_a_time_
 
 
 @pytest.mark.parametrize(
-    "target", [recurrent_target, conv_target, mamba_target], ids=["gated delta", "short convolutions", "mamba2"]
+    "target", [recurrent_target, conv_target, mamba_target, latent_target],
+    ids=["gated delta", "short convolutions", "mamba2", "latent"],
 )
 def test_rows_with_a_common_prefix_take_over_its_state(target: Callable[[str], Target]) -> None:
     rng = np.random.default_rng(5)

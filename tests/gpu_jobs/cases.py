@@ -93,6 +93,8 @@ ON_GPU = (
     Setting(model="lfm2", adapter=True),
     Setting(model="nemotron_h"),
     Setting(model="nemotron_h", dtype="float64", fp8_kv=True),
+    Setting(model="glm4_moe_lite"),
+    Setting(model="glm4_moe_lite", dtype="float64"),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -130,6 +132,7 @@ ON_CPU = (
     Setting(model="lfm2", dtype="float64", adapters=True),
     Setting(model="lfm2_moe", dtype="float64", fp8_kv=True),
     Setting(model="nemotron_h", dtype="float64"),
+    Setting(model="glm4_moe_lite", dtype="float64"),
 )
 
 

@@ -15,8 +15,9 @@ from batchspec.cache.kept import Kept
 from batchspec.model.layers.attention.rope import Rope, rope_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.latent import attend
-from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan, absorbed
+from batchspec.model.layers.latent.attend import HeadSizes, Matrices, absorbed
 from batchspec.model.layers.latent.block import LatentSpec
+from batchspec.model.layers.latent.plan import LatentPlan
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.passes import Pass
 from batchspec.model.spec import ModelSpec
@@ -62,8 +63,11 @@ def _with_late_rotations_of_drafts(patch: pytest.MonkeyPatch) -> None:
 def _with_the_matrix_of_another_head(patch: pytest.MonkeyPatch) -> None:
     """In the absorbed form queries and results of a head are multiplied by the matrices of the next one."""
 
-    def other(q: Tensor, vectors: Tensor, mask: Tensor, kv_b: Tensor, sizes: HeadSizes, scale: float) -> Tensor:
-        return absorbed(q, vectors, mask, kv_b.roll(1, 0), sizes, scale)
+    def other(
+        q: Tensor, latents: Tensor, rotated: Tensor, mask: Tensor, matrices: Matrices, sizes: HeadSizes, scale: float
+    ) -> Tensor:
+        others = Matrices(matrices.keys.roll(1, 0), matrices.values.roll(1, 0))
+        return absorbed(q, latents, rotated, mask, others, sizes, scale)
 
     patch.setattr(attend, "absorbed", other)
 

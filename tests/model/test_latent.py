@@ -13,7 +13,7 @@ from batchspec.config.schema import PackingConfig
 from batchspec.draft.weights import dummy_spec
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
-from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan, absorbed, expanded
+from batchspec.model.layers.latent.attend import HeadSizes, Matrices, TorchLatentPlan, absorbed, expanded
 from batchspec.model.layers.latent.block import LatentSpec
 from batchspec.model.layers.latent.pages import LatentLayout
 from batchspec.model.lora_shape import LoraShape
@@ -99,10 +99,8 @@ def test_what_it_does_not_compute_is_refused(changes: dict[str, Any], named: str
     assert named in str(refused.value)
 
 
-def test_trees_gpus_adapters_and_fp8_are_refused_in_one_line() -> None:
+def test_trees_adapters_and_fp8_are_refused_in_one_line() -> None:
     spec = latent_spec()
-    with pytest.raises(ConfigError, match="llama has latent attention, for which there are no GPU kernels yet; set device"):
-        spec.on(torch.device("cuda"), torch.bfloat16)
     with pytest.raises(ConfigError, match="not merged: llama has latent attention, whose kv_b_proj has no adapters of"):
         spec.with_lora(LoraShape(1, ()))
     with pytest.raises(ConfigError, match="FP8 K/V: layers of llama keep something else than K and V in pages"):
@@ -120,7 +118,8 @@ def test_both_forms_compute_the_same(dtype: torch.dtype) -> None:
         torch.randn(shape, generator=noise, dtype=torch.float64).to(dtype) for shape in ((6, 4, 9), (11, 11), (4, 8, 7))
     )
     mask = torch.zeros(6, 11, dtype=dtype).masked_fill_(torch.arange(11) > torch.arange(5, 11)[:, None], float("-inf"))
-    found = [form(q, vectors, mask, kv_b, SIZES, 0.4) for form in (expanded, absorbed)]
+    matrices = Matrices(kv_b[:, :5], kv_b[:, 5:])
+    found = [form(q, vectors[:, :7], vectors[:, 7:], mask, matrices, SIZES, 0.4) for form in (expanded, absorbed)]
     heads = torch.einsum("kr,hnr->hkn", vectors[:, :7].double(), kv_b.double())
     keys = torch.cat((heads[..., :5], vectors[:, 7:].double().expand(4, -1, -1)), -1)
     scores = torch.einsum("qhd,hkd->hqk", q.double(), keys) * 0.4 + mask
@@ -151,17 +150,17 @@ def flat(num_q: int, num_keys: int, page_size: int = 4) -> FlatBatch:
 @pytest.mark.parametrize("num_q", [1, 3, 10])
 def test_only_queries_that_read_a_key_that_is_not_finite_get_nan(num_q: int) -> None:
     """In either form; a key beyond a window is not read."""
-    layout = LatentLayout(dtype=torch.float64, size=11, page_size=4)
+    layout = LatentLayout(dtype=torch.float64, size=11, rope_dim=4, page_size=4)
     pages = layout.open(layout.allocate(1, 4, CPU)[0], None)
     noise = torch.Generator().manual_seed(0)
     vectors = torch.randn(12, 11, generator=noise, dtype=torch.float64)
     vectors[9, 3] = float("inf")
-    pages.write(vectors, flat(12, 12).slot_mapping)
+    pages.write(vectors[:, :7], vectors[:, 7:], flat(12, 12).slot_mapping)
     q, kv_b = (torch.randn(shape, generator=noise, dtype=torch.float64) for shape in ((num_q, 4, 9), (4, 8, 7)))
     for window, sink in ((None, 0), (2, 1)):
-        plan = LatentPlan(flat(num_q, 12), layout, window=window, sink=sink)
+        plan = TorchLatentPlan(flat(num_q, 12), window=window, sink=sink)
         read = [p >= 9 and (window is None or p - window < 9) for p in range(12 - num_q, 12)]
-        assert plan.attend(q, pages, kv_b, SIZES, 0.4).isnan().all((1, 2)).tolist() == read
+        assert plan.attend(q, pages, Matrices(kv_b[:, :5], kv_b[:, 5:]), SIZES, 0.4).isnan().all((1, 2)).tolist() == read
 
 
 def test_a_pass_that_computes_only_ends_leaves_the_same_latents() -> None:
@@ -190,12 +189,21 @@ def test_the_weights_of_a_loaded_model_are_replaced_in_place() -> None:
 
 
 def test_the_keys_and_values_that_a_prefill_makes_of_latents_are_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one row at a time: 20 heads of GLM-4.7-Flash make 192 + 256 numbers of a latent, and keys of 256 are put together."""
-    glm, a_key = shape_spec("glm-4.7-flash"), 2 * (2 * 576 + 20 * (192 + 256) + 20 * 256)
+    """A head of GLM-4.7-Flash makes 192 + 256 numbers of a latent, and a key of 256 is put together. A pass that is longer than
+    2**29 bytes hold is computed a head at a time."""
+    glm, a_key, a_head = shape_spec("glm-4.7-flash"), 2 * 2 * 576, 2 * (192 + 256 + 256)
     none: dict[str, Any] = {"dtype": torch.bfloat16, "slots": 0, "num_buckets": 0, "num_verified": 3, "prefill_tokens": 0}
-    assert reserve_bytes(glm, **none, max_len=3000) - reserve_bytes(glm, **none, max_len=1000) == 2000 * a_key
+
+    def reserved(max_len: int) -> int:
+        return reserve_bytes(glm, **none, max_len=max_len)
+
+    assert reserved(1000) == reserved(3000)
+    assert reserved(10**6) - reserved(9 * 10**5) == 10**5 * (a_key + a_head)
+    assert reserved(2 * 10**5) - reserved(10**5) == 10**5 * a_key
+    assert pass_key_bytes(glm, torch.bfloat16, 1000) == 2**15 * a_key + 2**29
     spec, demand = latent_spec(), Demand(num_completions=40, prompt_tokens=900, output_tokens=90, max_tokens=1000)
     made = pass_key_bytes(spec, torch.float32, 1000)
+    assert made == 4 * 2**15 * (2 * 11 + 4 * (5 + 9 + 3 + 9))
 
     def pages(free_bytes: int) -> int:
         return choose_batch(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.batch.flat_batch import FlatBatch, Tokens
+from batchspec.batch.flat_batch import FlatBatch, HostLayout, Tokens
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
@@ -102,6 +102,7 @@ class Runner:
             page_table=self.page_table,
             max_q=max(lengths),
             max_kv=max(kv_len),
+            host=HostLayout(lengths, kv_len),
             row_adapters=None if adapters is None else torch.tensor(adapters, dtype=torch.int32),
             tokens=known,
         )

@@ -84,7 +84,7 @@ def _refuses(config: ConfigReader) -> list[str]:
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
-    models="GLM-4.7-Flash (CPU only)",
+    models="GLM-4.7-Flash",
     example="zai-org/GLM-4.7-Flash",
     layers=_layers,
     defaults={

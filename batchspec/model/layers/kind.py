@@ -62,10 +62,10 @@ class Work:
     """Operations of one token."""
 
 
-Use = Literal["tree", "self_draft", "drafter", "padded_prefill", "gpu", "adapters"]
+Use = Literal["tree", "self_draft", "drafter", "padded_prefill", "gpu", "ordered", "adapters"]
 """What a kind of layer may refuse. tree: rounds verify trees of drafts; self_draft: the model drafts for itself; drafter: it
-drafts for another model; padded_prefill: a prefill pass has padding at its end; gpu: it runs on a GPU; adapters: LoRA adapters
-are added to its products, each to those of its rows."""
+drafts for another model; padded_prefill: a prefill pass has padding at its end; gpu: it runs on a GPU; ordered: there its
+sums have one order; adapters: LoRA adapters are added to its products, each to those of its rows."""
 
 
 class About(NamedTuple):

@@ -19,3 +19,10 @@ for _dtype, _heads, _latent, _tile, _block, _warps, _stages, _window, _early in 
         HEADS=_heads, LATENT=_latent, LATENT_DIM=_latent, ROPE=64, ROPE_DIM=64, PAGE_SIZE=16, WINDOW=_window,
         SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, WIDE=False, EARLY=_early,
     )
+for _dtype, _weight, _interleaved in (("bf16", "bf16", True), ("bf16", "fp32", False), ("fp32", "fp32", True)):
+    CASES.add(
+        f"write_latents_kernel {_dtype}, weight {_weight}, interleaved {_interleaved}", "write_latents", 2, rows=f"*{_dtype}",
+        q=f"*{_dtype}", positions=PI64, freqs=PF32, weight=f"*{_weight}", pages=f"*{_dtype}", slot_mapping=PI64, row_stride=I32,
+        EPS=1e-6, FACTOR=1.0, NUM_HEADS=20, HEAD_DIM=256, LATENT=512, LATENT_DIM=512, HALF=32, HALF_DIM=32,
+        INTERLEAVED=_interleaved, HEADS=16, ACC="fp32",
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from batchspec.kernels.attention.apply_sinks import apply_sinks
 from batchspec.kernels.attention.ragged_prefill import ragged_prefill
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
-from batchspec.model.layers.attention.kv_layout import LayerKV
+from batchspec.model.layers.attention.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from batchspec.batch.flat_batch import FlatBatch
@@ -56,13 +56,27 @@ def _warn(cannot: str, error: Exception) -> None:
     log.warning("FlashInfer cannot %s (%s): torch's attention is used, slower above %d keys", cannot, cause, SHORT)
 
 
-def fits_flash(batch: FlatBatch, kv: LayerKV, sink: int) -> bool:
+class KeysAndValues(Protocol):
+    """What a prefill reads: `LayerKV`, or K and V that are made when they are read."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def pages(self) -> Tensor:
+        """On the device."""
+
+    def read_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `LayerKV`."""
+
+
+def fits_flash(batch: FlatBatch, kv: KeysAndValues, sink: int) -> bool:
     """Whether `plan_flash` supports this batch and these pages."""
     bounded = batch.host is not None or batch.max_keys is not None
     return bounded and kv.pages.is_cuda and not sink and kv.layout.has_prefill_kernels
 
 
-def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
+def plan_flash(batch: FlatBatch, kv: KeysAndValues, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
     """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
     # FlashInfer comes last: its import takes a second or two. A dry run can skip torch's attention, but not FlashInfer's.
     layout, short = kv.layout, batch.host is None or max(batch.host.kv_len) <= SHORT
@@ -98,7 +112,7 @@ class VarlenPlan:
     the last row is undefined.
     """
 
-    def __init__(self, batch: FlatBatch, kv: LayerKV, *, window: int | None) -> None:
+    def __init__(self, batch: FlatBatch, kv: KeysAndValues, *, window: int | None) -> None:
         num_keys = batch.max_keys if batch.host is None else sum(batch.host.kv_len)
         assert num_keys is not None
         self._key_slots = _key_slots(batch, num_keys, kv.layout.page_size)
@@ -107,7 +121,7 @@ class VarlenPlan:
         self._window = -1 if window is None else window - 1
 
     def attend(
-        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+        self, q: Tensor, kv: KeysAndValues, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
     ) -> Tensor:
         """As `AttentionPlan.attend`; only for the positions of the batch."""
         assert positions is None
@@ -137,14 +151,14 @@ class FlashPlan:
     attends to its own keys as later passes and rounds do, so that it does not matter where passes are cut.
     """
 
-    def __init__(self, batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> None:
+    def __init__(self, batch: FlatBatch, kv: KeysAndValues, *, num_heads: int, window: int | None) -> None:
         assert batch.host is not None
         self._host, self._num_heads, self._window = batch.host, num_heads, window
         self._key_slots = _key_slots(batch, sum(batch.host.kv_len), kv.layout.page_size)
         self._scale: float | None = None
 
     def attend(
-        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+        self, q: Tensor, kv: KeysAndValues, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
     ) -> Tensor:
         """As `AttentionPlan.attend`; only for the positions of the batch. The scores of all layers have one scale."""
         assert positions is None
@@ -159,7 +173,7 @@ class FlashPlan:
         apply_sinks(out, lse, sink_logits, base_2=True)
         return out
 
-    def _plan(self, kv: LayerKV, scale: float) -> None:
+    def _plan(self, kv: KeysAndValues, scale: float) -> None:
         layout, self._scale = kv.layout, scale
         self._wrapper = _ring(kv.pages.device).take()
         self._wrapper.plan(

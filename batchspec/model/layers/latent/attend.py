@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.kernels.common.dry_run import is_dry
 from batchspec.model.layers.attention.padded import Sight, masked_attention
-from batchspec.model.layers.latent.pages import LatentLayout, LatentPages
+from batchspec.model.layers.latent.pages import LatentPages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,36 @@ class HeadSizes:
         """Number of multiplications that make a key and a value from a latent."""
         return (self.key_dim + self.value_dim) * self.latent_dim
 
+    @property
+    def query_dim(self) -> int:
+        """N + P"""
+        return self.key_dim + self.rope_dim
+
     def absorbs(self, num_queries: int, num_keys: int) -> bool:
         """Whether the absorbed form has fewer multiplications."""
         pairs = num_queries * num_keys
         expanded = num_keys * self.made + pairs * (self.key_dim + self.rope_dim + self.value_dim)
         return num_queries * self.made + pairs * (2 * self.latent_dim + self.rope_dim) < expanded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrices:
+    """The two parts of kv_b."""
+
+    keys: Tensor
+    """[NH, N, R]"""
+    values: Tensor
+    """[NH, V, R]"""
+
+    @classmethod
+    def of(cls, kv_b: Tensor, sizes: HeadSizes) -> Matrices:
+        """kv_b [NH (N + V), R]"""
+        heads = kv_b.view(-1, sizes.key_dim + sizes.value_dim, sizes.latent_dim)
+        keys, values = heads.split((sizes.key_dim, sizes.value_dim), 1)
+        return cls(keys.contiguous(), values.contiguous())
+
+    def of_heads(self, heads: slice) -> Matrices:
+        return Matrices(self.keys[heads], self.values[heads])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,14 +81,30 @@ class _Row:
     """[Q, K] 0 where a query attends to a key, -inf elsewhere"""
 
 
-class LatentPlan:
-    """Which latents the queries of a pass read: the same for all layers."""
+class TorchLatentPlan:
+    """The `LatentPlan` in plain torch, for CPUs, fp64, and all else that no kernel supports. It reads lengths on the host."""
 
-    def __init__(self, batch: FlatBatch, layout: LatentLayout, *, window: int | None, sink: int) -> None:
+    def __init__(self, batch: FlatBatch, *, window: int | None, sink: int) -> None:
         """window, sink: as of `Pass`."""
-        sees, device = Sight(batch, window, sink, layout.dtype), batch.positions.device
+        self._batch, self._window, self._sink = batch, window, sink
+        self._rows: list[_Row] | None = None
+
+    def attend(self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float) -> Tensor:
+        out = q.new_zeros(*q.shape[:2], sizes.value_dim)
+        if is_dry():  # lengths are undefined
+            return out
+        if self._rows is None:
+            self._rows = self._listed(pages)
+        for row in self._rows:
+            own, (latents, rotated) = q[row.place], pages.read(row.page_ids, row.num_keys)
+            form = absorbed if sizes.absorbs(len(own), row.num_keys) else expanded
+            out[row.place] = form(own, latents, rotated, row.mask, matrices, sizes, scale)
+        return out
+
+    def _listed(self, pages: LatentPages) -> list[_Row]:
+        batch, layout, found = self._batch, pages.layout, []
+        sees, device = Sight(batch, self._window, self._sink, layout.dtype), batch.positions.device
         begins, lengths = batch.cu_seqlens_q.tolist(), batch.kv_len.tolist()
-        self._rows = []
         for r, (begin, end, num_keys) in enumerate(zip(begins, begins[1:], lengths, strict=False)):
             if begin == end or not num_keys:
                 continue
@@ -70,38 +112,24 @@ class LatentPlan:
             positions = batch.positions[q_ids].clamp(max=num_keys - 1)  # drafts past the row's end are not among its keys
             mask = sees.mask(torch.arange(num_keys, device=device), positions, q_ids)
             page_ids = batch.page_table[r, : -(-num_keys // layout.page_size)].long()
-            self._rows.append(_Row(slice(begin, end), page_ids, num_keys, mask))
-
-    def attend(self, q: Tensor, pages: LatentPages, kv_b: Tensor, sizes: HeadSizes, scale: float) -> Tensor:
-        """q [T, NH, N + P], its last P numbers rotated, kv_b [NH, N + V, R] -> attended values [T, NH, V], 0 for dead rows."""
-        out = q.new_zeros(*q.shape[:2], sizes.value_dim)
-        for row in self._rows:
-            own, vectors = q[row.place], pages.read(row.page_ids, row.num_keys)
-            form = absorbed if sizes.absorbs(len(own), row.num_keys) else expanded
-            out[row.place] = form(own, vectors, row.mask, kv_b, sizes, scale)
-        return out
+            found.append(_Row(slice(begin, end), page_ids, num_keys, mask))
+        return found
 
 
-def expanded(q: Tensor, vectors: Tensor, mask: Tensor, kv_b: Tensor, sizes: HeadSizes, scale: float) -> Tensor:
-    """q [Q, NH, N + P], vectors [K, R + P] -> [Q, NH, V]. See the module's docstring."""
-    latents, rotated = _finite_latents(vectors, sizes)
-    made = torch.einsum("kr,hnr->hkn", latents, kv_b)
-    keys = torch.cat((made[..., : sizes.key_dim], rotated.expand(len(kv_b), -1, -1)), -1)
-    return masked_attention(q.transpose(0, 1), keys, made[..., sizes.key_dim :], mask, scale, None).transpose(0, 1)
+def expanded(
+    q: Tensor, latents: Tensor, rotated: Tensor, mask: Tensor, matrices: Matrices, sizes: HeadSizes, scale: float
+) -> Tensor:
+    """q [Q, NH, N + P], latents [K, R], rotated [K, P], mask [Q, K] -> [Q, NH, V]. See the module's docstring."""
+    keys, values = (torch.einsum("kr,hnr->hkn", latents, own) for own in (matrices.keys, matrices.values))
+    keys = torch.cat((keys, rotated.expand(len(keys), -1, -1)), -1)
+    return masked_attention(q.transpose(0, 1), keys, values, mask, scale, None).transpose(0, 1)
 
 
-def absorbed(q: Tensor, vectors: Tensor, mask: Tensor, kv_b: Tensor, sizes: HeadSizes, scale: float) -> Tensor:
+def absorbed(
+    q: Tensor, latents: Tensor, rotated: Tensor, mask: Tensor, matrices: Matrices, sizes: HeadSizes, scale: float
+) -> Tensor:
     """The same."""
-    latents, rotated = _finite_latents(vectors, sizes)
-    queries = torch.einsum("qhn,hnr->hqr", q[..., : sizes.key_dim], kv_b[:, : sizes.key_dim])
+    queries = torch.einsum("qhn,hnr->hqr", q[..., : sizes.key_dim], matrices.keys)
     queries = torch.cat((queries, q[..., sizes.key_dim :].transpose(0, 1)), -1)
-    keys, values = (own.expand(len(kv_b), -1, -1) for own in (torch.cat((latents, rotated), -1), latents))
-    found = masked_attention(queries, keys, values, mask, scale, None)
-    return torch.einsum("hqr,hvr->qhv", found, kv_b[:, sizes.key_dim :])
-
-
-def _finite_latents(vectors: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor]:
-    """Latents [K, R], 0 where they are not finite, and the rotated parts [K, P]: these stay NaN, so that scores are NaN for the
-    queries that read such a key, and values for no other."""
-    latents, rotated = vectors.split((sizes.latent_dim, sizes.rope_dim), -1)
-    return latents.nan_to_num(0.0), rotated
+    keys, values = (own.expand(len(queries), -1, -1) for own in (torch.cat((latents, rotated), -1), latents))
+    return torch.einsum("hqr,hvr->qhv", masked_attention(queries, keys, values, mask, scale, None), matrices.values)

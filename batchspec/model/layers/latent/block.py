@@ -6,7 +6,7 @@
     keys, values = kv_b(c)                    N and V numbers for each head, whose key ends with k
     stream += o_proj(softmax(scale q keys') values)
 
-Pages hold c and k. `attend.py` computes the last two lines.
+Pages hold c and k. The plans of `plan.py` compute the last two lines.
 Source: transformers, models/glm4_moe_lite; DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
@@ -21,11 +21,13 @@ from torch import Tensor
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
 from batchspec.console.text import bytes_text
-from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.kernels.attention.schedule_reference import WAVES
+from batchspec.kernels.attention.settings import MAX_QUERIES
+from batchspec.kernels.latent.settings import LINES
 from batchspec.model.fused import rms_norm
+from batchspec.model.layers.attention.block import MOST_SMS, SM_RESULT_BYTES
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
-from batchspec.model.layers.attention.rope_write import rotate
 from batchspec.model.layers.base import (
     Gemm,
     NormedSpec,
@@ -39,13 +41,18 @@ from batchspec.model.layers.base import (
 )
 from batchspec.model.layers.forward import BlockSource, Stream
 from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work
-from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan
+from batchspec.model.layers.latent.attend import HeadSizes, Matrices
 from batchspec.model.layers.latent.pages import LatentLayout, LatentPages
+from batchspec.model.layers.latent.plan import LatentPlan, plan_latents
+from batchspec.model.layers.latent.prefill import KEYS, most_bytes
+from batchspec.model.layers.latent.store import LatentAttend, LatentStore
 from batchspec.model.layers.passes import Pass
 
+TURNING_POINT = 184
+"""Operations in bf16 that an H200 computes in the time in which it reads a byte."""
 REFUSED: Mapping[Use, str] = {
     "tree": "has latent attention, which verifies chains of drafts only",
-    "gpu": "has latent attention, for which there are no GPU kernels yet",
+    "ordered": "has latent attention, whose sums have no fixed order on a GPU",
     "adapters": "has latent attention, whose kv_b_proj has no adapters of single rows",
     "padded_prefill": "has latent attention",
 }
@@ -76,18 +83,13 @@ class LatentSpec(NormedSpec, MixerSpec):
         return self.sizes.latent_dim + self.sizes.rope_dim
 
     @property
-    def query_dim(self) -> int:
-        """N + P"""
-        return self.sizes.key_dim + self.sizes.rope_dim
-
-    @property
     def inner_size(self) -> int:
         return self.num_heads * self.sizes.value_dim
 
     @property
     def queries(self) -> tuple[ProductSpec, ...]:
         """q_a and q_b, or q_proj."""
-        rows = self.num_heads * self.query_dim
+        rows = self.num_heads * self.sizes.query_dim
         if self.query_rank is None:
             return (self._product("q_proj", rows, self.hidden_size),)
         first = self._product("q_a_proj", self.query_rank, self.hidden_size, bias=self.bias)
@@ -124,13 +126,20 @@ class LatentSpec(NormedSpec, MixerSpec):
     def activation_size(self) -> int:
         """Values of q_a, q and kv_a before and after norms and rotation; q and the result in the absorbed form; the result."""
         absorbed = self.num_heads * (self.vector_size + self.sizes.latent_dim)
-        kept = 2 * ((self.query_rank or 0) + self.num_heads * self.query_dim + self.vector_size)
+        kept = 2 * ((self.query_rank or 0) + self.num_heads * self.sizes.query_dim + self.vector_size)
         return kept + absorbed + self.inner_size
 
     def row_bytes_of_pass(self, run: Computing, num_keys: int) -> int:
-        """In the expanded form: vectors as they are read and once more, and what is made of them, keys twice."""
-        made = self.kv_b.rows + self.num_heads * self.query_dim
-        return num_keys * (2 * self.vector_size + made) * run.dtype.itemsize
+        """Vectors of a part of a prefill as they are read and once more, and the keys and values that are made of them at once
+        (`prefill.py`)."""
+        num_keys = max(num_keys, KEYS)
+        return 2 * num_keys * self.vector_size * run.dtype.itemsize + most_bytes(self.num_heads, num_keys, self.sizes, run.dtype)
+
+    def partial_bytes(self, run: Computing, rows: int, num_keys: int, *, shares: bool) -> int:
+        """Of each head of a token its sums, their maximum and their sum, in fp32, for as many parts of its keys as programs
+        compute, and once more."""
+        token_bytes = 4 * self.num_heads * (self.sizes.latent_dim + 2)
+        return token_bytes * rows * (run.draft_len + 1) + WAVES * MOST_SMS * SM_RESULT_BYTES
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """kv_b counts as a product of each token: both forms of `attend.py` multiply by it once for a token of their pass."""
@@ -138,31 +147,41 @@ class LatentSpec(NormedSpec, MixerSpec):
         return *into, Gemm(product=self.kv_b, ops=()), self.gemm_of_output(self.out)
 
     def layout(self, run: Computing) -> LatentLayout:
-        return LatentLayout(dtype=run.dtype, size=self.vector_size, page_size=run.page_size)
+        return LatentLayout(
+            dtype=run.dtype, size=self.vector_size, rope_dim=self.sizes.rope_dim, page_size=run.page_size
+        )
 
     def kept(self, run: Computing) -> LayerState:
-        return LayerState(self.layout(run), shares=("latent attention", self.rope))
+        return LayerState(self.layout(run), shares=("latent attention", self.num_heads, self.sizes, self.rope))
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
-        """In the absorbed form."""
-        flop = 2.0 * self.num_heads * (self.vector_size + self.sizes.latent_dim) * context
+        """In the absorbed form, of whole tiles of heads and tokens."""
+        lines = -(-self.num_heads * tokens // LINES) * LINES
+        flop = 2.0 * lines / tokens * (self.vector_size + self.sizes.latent_dim) * context
         return Work(page_bytes=context * self.layout(run).token_bytes, flop=flop)
+
+    def flop_per_byte(self, run: Computing, tokens: float) -> float:
+        """Operations of a round in which a row verifies `tokens`, for each byte of latents that it reads."""
+        work = self.round_work(run, 1, tokens)
+        return work.flop * tokens / work.page_bytes
 
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         """In the expanded form. A token attends to half of the prompt on average."""
-        return Work(flop=2.0 * self.num_heads * (self.query_dim + self.sizes.value_dim) * (1 if ends_only else prompt / 2))
+        return Work(flop=2.0 * self.num_heads * (self.sizes.query_dim + self.sizes.value_dim) * (1 if ends_only else prompt / 2))
 
     def refuses(self, use: Use) -> str | None:
         return REFUSED.get(use)
 
     @classmethod
     def about(cls, layers: Sequence[LatentSpec], run: Computing) -> About:
-        token_bytes = sum(own.layout(run).token_bytes for own in layers)
+        token_bytes, widest = sum(own.layout(run).token_bytes for own in layers), max(layers, key=lambda own: own.num_heads)
+        bound = next(k for k in range(MAX_QUERIES) if k + 1 == MAX_QUERIES or widest.flop_per_byte(run, k + 1) > TURNING_POINT)
         return About(
             model=((
                 "latents",
                 f"{len(layers)} of the layers keep {bytes_text(token_bytes)} per token, one vector of all heads, whole on each "
-                "rank; in plain PyTorch, on a CPU",
+                f"rank; rounds compute {widest.flop_per_byte(run, 1):.0f} operations with each byte of them, with drafts more: "
+                f"on an H200 arithmetic bounds their attention from K = {bound} on",
             ),)
         )
 
@@ -177,7 +196,7 @@ class LatentSpec(NormedSpec, MixerSpec):
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         """Every rank has all of q_a and kv_a, and keeps whole vectors."""
         heads, sizes = self.heads_of(shard), self.sizes
-        q = Share("columns", (scaled(heads, self.query_dim),))
+        q = Share("columns", (scaled(heads, self.sizes.query_dim),))
         names = {
             "q_proj": q, "q_b_proj": q, "kv_b_proj": Share("columns", (scaled(heads, sizes.key_dim + sizes.value_dim),)),
             "o_proj": Share("rows", (scaled(heads, sizes.value_dim),), shard.rank == 0),
@@ -197,37 +216,15 @@ class LatentSpec(NormedSpec, MixerSpec):
         )
 
     def _prepared(self, pass_: Pass, kept: Kept) -> tuple[Rope, Tensor, LatentPlan]:
-        batch, layout = pass_.of_group(kept.group), LatentPages.of(kept.pages).layout
+        batch, pages = pass_.of_group(kept.group), LatentPages.of(kept.pages)
         rope = rope_of(batch.rope_positions, pass_.tables[self.rope, self.sizes.rope_dim], self.rope, pass_.dtype)
-        return rope, batch.slot_mapping, LatentPlan(batch, layout, window=pass_.window, sink=pass_.sink)
+        plan = plan_latents(
+            batch, pages, num_heads=self.num_heads, sizes=self.sizes, window=pass_.window, sink=pass_.sink
+        )
+        return rope, batch.slot_mapping, plan
 
     def build(self, source: BlockSource) -> LatentAttention:
         return LatentAttention(self, source)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentStore:
-    """Where a layer keeps the vectors of a pass's tokens."""
-
-    rope: Rope
-    slot_mapping: Tensor
-    """int64 [T]"""
-    pages: LatentPages
-    lora: LoraTokens | None = None
-
-    def rotated(self, heads: Tensor) -> Tensor:
-        """[T, heads, P]"""
-        assert self.rope.angles is not None
-        return rotate(heads, *self.rope.angles, interleaved=self.rope.interleaved)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttend:
-    """What the queries of a pass read."""
-
-    plan: LatentPlan
-    pages: LatentPages
-    lora: LoraTokens | None = None
 
 
 class LatentAttention:
@@ -243,7 +240,7 @@ class LatentAttention:
         # Multiplied from both sides: its product with the unit matrix is the matrix, in whatever format the file has it.
         unit = torch.eye(spec.sizes.latent_dim, dtype=self._norm.dtype, device=self._norm.device)
         columns: Tensor = source.product(spec.kv_b)(unit, None)
-        self._kv_b = columns.t().contiguous().view(spec.num_heads, -1, spec.sizes.latent_dim)
+        self._matrices = Matrices.of(columns.t().contiguous(), spec.sizes)
         self._out = source.product(spec.out)
 
     def norms_in_product(self, stream: Stream) -> bool:
@@ -251,19 +248,16 @@ class LatentAttention:
 
     def begin(self, stream: Stream, store: LatentStore, out_aux: Tensor | None = None) -> Tensor:
         """q [T, NH, N + P]; the vectors of the tokens are stored."""
-        spec, sizes = self.spec, self.spec.sizes
-        x = stream.normed(self._norm, spec.eps, out_aux=out_aux)
-        latents, k = self._kv_a(x, store.lora).split((sizes.latent_dim, sizes.rope_dim), 1)
-        latents = rms_norm(latents, self._kv_norm, spec.inner_eps)
-        store.pages.write(torch.cat((latents, store.rotated(k[:, None])[:, 0]), 1), store.slot_mapping)
+        x = stream.normed(self._norm, self.spec.eps, out_aux=out_aux)
+        rows = self._kv_a(x, store.lora)
         q, *more = self._queries
         heads = q(x, store.lora)
         for q_b in more:
             assert self._q_norm is not None
-            heads = q_b(rms_norm(heads, self._q_norm, spec.inner_eps), store.lora)
-        heads = heads.view(len(x), -1, spec.query_dim)
-        return torch.cat((heads[..., : sizes.key_dim], store.rotated(heads[..., sizes.key_dim :])), -1)
+            heads = q_b(rms_norm(heads, self._q_norm, self.spec.inner_eps), store.lora)
+        heads = heads.view(len(x), -1, self.spec.sizes.query_dim)
+        return store.write(rows, heads, self._kv_norm, self.spec.inner_eps)
 
     def finish(self, begun: Tensor, stream: Stream, attend: LatentAttend, *, add_in_product: bool) -> None:
-        attended = attend.plan.attend(begun, attend.pages, self._kv_b, self.spec.sizes, self.spec.scale)
+        attended = attend.plan.attend(begun, attend.pages, self._matrices, self.spec.sizes, self.spec.scale)
         stream.add_product(self._out, attended.flatten(1), attend.lora, in_product=add_in_product)

@@ -1,4 +1,8 @@
-"""What latent attention keeps of each token: one vector of R + P numbers, the latent and the rotated part of the keys."""
+"""What latent attention keeps of each token: one vector of R + P numbers, the latent and the rotated part of the keys.
+
+Latents are finite, so that a masked one adds 0. Of a token that is not finite the rotated part is NaN: queries that attend to it
+get NaN, and no others.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ class LatentLayout:
     dtype: torch.dtype
     size: int
     """R + P"""
+    rope_dim: int
+    """P"""
     page_size: int
     """Tokens."""
 
@@ -61,11 +67,25 @@ class LatentPages:
         assert isinstance(pages, LatentPages), pages
         return pages
 
-    def write(self, vectors: Tensor, slot_mapping: Tensor) -> None:
-        """Write vectors [T, R + P] to the slots int64 [T]. One that is not finite becomes NaN: queries that read it get NaN."""
-        finite = vectors.isfinite().all(-1, keepdim=True)
-        self.pages.flatten(0, 2)[slot_mapping] = vectors.masked_fill(~finite, torch.nan)
+    @property
+    def vectors(self) -> Tensor:
+        """[P, page_size, R + P]"""
+        return self.pages[0]
 
-    def read(self, page_ids: Tensor, num_tokens: int) -> Tensor:
-        """[num_tokens, R + P] the first vectors in these pages, int64."""
-        return self.pages[0].index_select(0, page_ids).flatten(0, 1)[:num_tokens]
+    def write(self, latents: Tensor, rotated: Tensor, slot_mapping: Tensor) -> None:
+        """Write latents [T, R] and rotated parts [T, P] to the slots int64 [T], as the kernel `write_latents` does."""
+        finite = (latents.isfinite().all(-1) & rotated.isfinite().all(-1))[:, None]
+        vectors = torch.cat((latents.where(latents.isfinite(), 0.0), rotated.where(finite, torch.nan)), 1)
+        self.pages.flatten(0, 2)[slot_mapping] = vectors
+
+    def read(self, page_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Latents [num_tokens, R] and rotated parts [num_tokens, P], the first in these pages, int64."""
+        return self._parts(self.vectors.index_select(0, page_ids).flatten(0, 1)[:num_tokens])
+
+    def read_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [N, R] and rotated parts [N, P] at slots int64 [N]."""
+        return self._parts(self.vectors.flatten(0, 1).index_select(0, slots))
+
+    def _parts(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        latents, rotated = vectors.split((self.layout.size - self.layout.rope_dim, self.layout.rope_dim), -1)
+        return latents, rotated
