@@ -45,6 +45,11 @@ OWN: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "q_lora_rank": 12, "kv_lora_rank": 20,
         "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6, "num_key_value_heads": 4, "head_dim": MISSING,
     },
+    "deepseek_v3": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "q_lora_rank": 12, "kv_lora_rank": 20,
+        "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6, "num_key_value_heads": 4, "head_dim": MISSING,
+        "n_group": 3, "topk_group": 2,
+    },
 }
 LLAMA3: dict[str, Any] = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.5, 2.0, 3.0], "long_factor": [4.0] * 3}
@@ -135,6 +140,11 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
         "qk_rope_head_dim": (10, 5), "v_head_dim": (12,), "first_k_dense_replace": (0, 1), "attention_bias": (True,),
         "mlp_layer_types": (None, ["dense"] * 3, ["sparse", "dense", "sparse"], ["dense"]), "topk_method": ("noaux_tc", "greedy"),
     },
+    "deepseek_v3": {
+        "n_routed_experts": (12,), "num_experts_per_tok": (1, 4, 5), "q_lora_rank": (None,), "rope_interleave": (True, False),
+        "qk_rope_head_dim": (10, 5), "v_head_dim": (12,), "first_k_dense_replace": (0, 1), "attention_bias": (True,),
+        "n_group": (1, 2, 4), "topk_group": (1,), "topk_method": ("noaux_tc", "greedy"), "norm_topk_prob": (True, False),
+    },
     "gpt_oss": {**COUNTS, "experts_per_token": (1, 2), "swiglu_alpha": (1.2,), "swiglu_limit": (0.8,)},
     "gemma3_text": {
         "sliding_window_pattern": (1, 3), "query_pre_attn_scalar": (7,), "rope_local_base_freq": (50.0,),
@@ -167,7 +177,7 @@ def check(config: dict[str, Any], folder: Path) -> str:
     # Rounding alone makes logits of up to 14, as with Gemma 3's default head_dim of 256, differ by 2e-4, logits of up to 11 after
     # recurrent layers by 3.5e-4, and logits of up to 7 after latent attention by 5e-4: in float64 both sides agree, and each
     # differs by 1e-4 to 4e-4 from its own in float64.
-    part = {**dict.fromkeys(RECURRENT_FAMILIES, 2), "glm4_moe_lite": 1}.get(config["model_type"], 4)
+    part = {**dict.fromkeys(RECURRENT_FAMILIES, 2), "glm4_moe_lite": 1, "deepseek_v3": 1}.get(config["model_type"], 4)
     torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.abs().max()) / part), rtol=1e-4)
     return "equal"
 

@@ -111,9 +111,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": (
         "glm4_moe_lite",
         {
-            "num_key_value_heads": 4, "head_dim": None, "q_lora_rank": 40, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
-            "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
-            "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
+            "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 40, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64, "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
         },
     ),
     "qwen3_5": ("qwen3_5_text", {**_RECURRENT, "num_hidden_layers": 5}),

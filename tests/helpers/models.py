@@ -88,7 +88,7 @@ def _vary(model: torch.nn.Module) -> None:
 def needed(family: str, num_layers: int) -> dict[str, Any]:
     """Keys without which the config.json of a family, with 4 heads, is refused (Granite's has Mamba and experts, that of LFM2
     with experts names no kinds of layers), or is that of a model with large tables (Gemma 4's) or matrices (Nemotron's)."""
-    if family == "glm4_moe_lite":
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         return {"num_key_value_heads": 4}
     if family.startswith("gemma4"):
         return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}

@@ -79,6 +79,12 @@ OWN: dict[str, dict[str, Any]] = {
         "n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False, "first_k_dense_replace": 0,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 32, "head_dim": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False, "first_k_dense_replace": 2,
+        "n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False,
+    },
     "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
@@ -133,8 +139,8 @@ VALUES: list[dict[str, Any]] = [
 ]
 REFUSED: dict[str, set[str]] = {
     "layer_types": {
-        "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "glm4_moe_lite", "mixtral", "phi3", "seed_oss",
-        "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", "bamba", *RECURRENT_FAMILIES,
+        "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "phi3",
+        "seed_oss", "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", "bamba", *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -142,7 +148,8 @@ REFUSED: dict[str, set[str]] = {
     "rope_scaling": {"phi3", *GEMMA4},
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {
-        "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "glm4_moe_lite",
+        "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe",
+        "glm4_moe_lite",
         "granitemoehybrid", "lfm2_moe", "nemotron_h",
     },
     "no n_group": {"glm4_moe", "glm4_moe_lite", "nemotron_h"},
@@ -153,8 +160,8 @@ REFUSED: dict[str, set[str]] = {
     "no layers_block_type": {"nemotron_h"},
     "attention_bias": {"nemotron_h"},
     "tie_word_embeddings": {"nemotron_h"},
-    "num_key_value_heads": {"glm4_moe_lite"},
-    "no qk_rope_head_dim": {"glm4_moe_lite"},
+    "num_key_value_heads": {"deepseek_v3", "glm4_moe_lite"},
+    "no qk_rope_head_dim": {"deepseek_v3", "glm4_moe_lite"},
     "no mlp_layer_types": {"glm4_moe_lite"},
     "no layer_types": {"granitemoehybrid", "lfm2_moe"},
     "no head_dim": {"phi3", "bamba"},
@@ -162,10 +169,10 @@ REFUSED: dict[str, set[str]] = {
 """The families that refuse a config, by its title in `changed`."""
 FAIL = {
     ("exaone4", "sliding_window"), *(("ministral3", title) for title in ("rope_scaling", "rope_parameters", "yarn")),
-    ("nemotron_h", "no time_step_min"),
+    ("nemotron_h", "no time_step_min"), ("deepseek_v3", "no num_key_value_heads"),
 }
 """What transformers fails to read: no window and no layer_types; queries that grow by a null. And dt, which it clamps in prompts
-alone (`kernels/mamba2/layout.py`)."""
+alone (`kernels/mamba2/layout.py`). And fewer heads than the 128 of DeepSeek-V3."""
 
 
 def logits_of_both(config: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,18 +42,20 @@ YARN = {
     "mscale_all_dim": 0.9,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "as published": {},
-    "without q_a, biases, halves, yarn": {
+    "glm4_moe_lite": {},
+    "glm4_moe_lite, without q_a, biases, halves, yarn": {
         "q_lora_rank": None, "attention_bias": True, "rope_interleave": False, "rope_parameters": YARN,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
+    "deepseek_v3": {"first_k_dense_replace": 1, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "deepseek_v3, without q_a, all layers dense": {"q_lora_rank": None, "first_k_dense_replace": 3, "rope_interleave": False},
 }
 
 
 @pytest.mark.second
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "glm4_moe_lite", **{**TINY, **MODELS[name]})
+    folder = make_checkpoint(tmp_path, name.partition(",")[0], **{**TINY, **MODELS[name]})
     assert load_spec(folder).unread == ()
     assert_like_transformers(folder, dtype=torch.float64, experts_implementation="eager")
 
@@ -63,7 +65,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
 def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    folder = make_checkpoint(tmp_path, "glm4_moe_lite", vocab=64, **{**TINY, **MODELS[name]})
+    folder = make_checkpoint(tmp_path, name.partition(",")[0], vocab=64, **{**TINY, **MODELS[name]})
     saved = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert expected_shapes(load_spec(folder)) == saved
 

@@ -29,6 +29,22 @@ _GLM_4_7_FLASH: dict[str, Any] = {
     "rope_theta": 1000000.0, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1, "max_position_embeddings": 202752,
     "vocab_size": 154880,
 }
+_DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8,
+    "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "attention_bias": False, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "vocab_size": 129280,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "quantization_config": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    },
+}
 _FP8_TOKENS: dict[str, Any] = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
 _FP8_ROWS: dict[str, Any] = {
     "quantization_config": {
@@ -179,6 +195,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "glm-4.5-air": _GLM_4_5_AIR,
     "glm-4.5-air-fp8": _GLM_4_5_AIR | _FP8_ROWS,
     "glm-4.7-flash": _GLM_4_7_FLASH,
+    "deepseek-v3": _DEEPSEEK_V3,
     "glm-4.6-fp8": _GLM_4_6 | _FP8_ROWS,
     "seed-oss-36b": {
         "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "hidden_size": 5120, "intermediate_size": 27648,

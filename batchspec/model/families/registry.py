@@ -9,6 +9,7 @@ from batchspec.checkpoint.files import listed
 from batchspec.console.text import as_json
 from batchspec.model.families.bamba import BAMBA
 from batchspec.model.families.base import Family
+from batchspec.model.families.deepseek_v3 import DEEPSEEK_V3
 from batchspec.model.families.exaone4 import EXAONE4
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Family] = {
         GLM4,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        DEEPSEEK_V3,
         SEED_OSS,
         SMOLLM3,
         GRANITE,
@@ -76,10 +78,10 @@ FAMILIES: dict[str, Family] = {
 
 
 NEEDED: dict[str, tuple[str, ...]] = {
-    "multi-head latent attention (MLA), which is built for glm4_moe_lite alone": (
-        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa", "mistral4", "mistral_large4",
-        "minicpm3", "longcat_flash",
+    "multi-head latent attention (MLA), which is built for glm4_moe_lite and deepseek_v3 alone": (
+        "deepseek_v2", "kimi_k2", "kimi_k25", "mistral4", "mistral_large4", "minicpm3", "longcat_flash",
     ),
+    "sparse attention over latents (an indexer that chooses keys)": ("deepseek_v32", "glm_moe_dsa"),
     "compressed sparse attention": ("deepseek_v4",),
     "Mamba layers of the first kind": ("mamba", "falcon_mamba", "jamba", "zamba"),
     "a class of its own, whose Mamba2 layers alone are built": ("mamba2", "falcon_h1", "zamba2", "nemotron_h_omni"),
