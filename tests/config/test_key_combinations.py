@@ -45,6 +45,11 @@ OWN: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "q_lora_rank": 12, "kv_lora_rank": 20,
         "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6, "num_key_value_heads": 4, "head_dim": MISSING,
     },
+    "mistral4": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "q_lora_rank": 12, "kv_lora_rank": 20,
+        "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6, "num_key_value_heads": 4, "head_dim": MISSING,
+        "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4},
+    },
     "deepseek_v3": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "q_lora_rank": 12, "kv_lora_rank": 20,
         "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6, "num_key_value_heads": 4, "head_dim": MISSING,
@@ -177,7 +182,8 @@ def check(config: dict[str, Any], folder: Path) -> str:
     # Rounding alone makes logits of up to 14, as with Gemma 3's default head_dim of 256, differ by 2e-4, logits of up to 11 after
     # recurrent layers by 3.5e-4, and logits of up to 7 after latent attention by 5e-4: in float64 both sides agree, and each
     # differs by 1e-4 to 4e-4 from its own in float64.
-    part = {**dict.fromkeys(RECURRENT_FAMILIES, 2), "glm4_moe_lite": 1, "deepseek_v3": 1}.get(config["model_type"], 4)
+    parts = {**dict.fromkeys(RECURRENT_FAMILIES, 2), **dict.fromkeys(("glm4_moe_lite", "deepseek_v3", "mistral4"), 1)}
+    part = parts.get(config["model_type"], 4)
     torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.abs().max()) / part), rtol=1e-4)
     return "equal"
 

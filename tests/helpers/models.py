@@ -35,16 +35,24 @@ _TEXT = [
 ]
 
 
+def causal_models() -> Any:
+    """AutoModelForCausalLM; it does not know Mistral4ForCausalLM."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    auto.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    return auto
+
+
 def make_checkpoint(
     folder: Path, family: str, *, vocab: int = 320, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any
 ) -> Path:
     """A random model of `family` (llama, qwen2, qwen3, mistral) in `folder`; `config` overrides keys of its config.json."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     settings = AutoConfig.for_model(family, **{**_SHAPE, "vocab_size": vocab, **config})
     torch.manual_seed(seed)
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_config(settings).to(dtype)
+    model = causal_models().from_config(settings).to(dtype)
     _vary(model)
     model.save_pretrained(folder)
     return folder
@@ -88,7 +96,7 @@ def _vary(model: torch.nn.Module) -> None:
 def needed(family: str, num_layers: int) -> dict[str, Any]:
     """Keys without which the config.json of a family, with 4 heads, is refused (Granite's has Mamba and experts, that of LFM2
     with experts names no kinds of layers), or is that of a model with large tables (Gemma 4's) or matrices (Nemotron's)."""
-    if family in ("deepseek_v3", "glm4_moe_lite"):
+    if family in ("deepseek_v3", "glm4_moe_lite", "mistral4"):
         return {"num_key_value_heads": 4}
     if family.startswith("gemma4"):
         return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}

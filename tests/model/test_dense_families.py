@@ -365,7 +365,7 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("llama", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64"),
         ("gemma3", {}, 'model_type="gemma3" needs text_config with the keys of its language model'),
         ("phi4mm", {}, 'model_type="phi4mm" is not supported; supported are llama, '),
-        ("mistral4", {}, 'model_type="mistral4" is not supported: it needs multi-head latent attention (MLA), which is'),
+        ("kimi_k2", {}, 'model_type="kimi_k2" is not supported: it needs multi-head latent attention (MLA), which is'),
         ("nemotron_h", {}, "hybrid_override_pattern: missing; a letter of M*-E for each layer is needed"),
         ("jamba", {}, 'model_type="jamba" is not supported: it needs Mamba layers of the first kind'),
         ("falcon_h1", {}, 'model_type="falcon_h1" is not supported: it needs a class of its own, whose Mamba2 layers'),

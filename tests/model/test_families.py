@@ -49,6 +49,7 @@ def test_the_table_has_a_line_of_each_family(capsys: Any) -> None:
         ("phi3", ("bf16, FP8, INT4, NVFP4", "all", "1, 2")),
         ("glm4_moe", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
         ("glm4_moe_lite", ("bf16, FP8, INT4, NVFP4", "no trees", "1, 2, 4")),
+        ("mistral4", ("bf16, FP8, INT4, NVFP4", "no trees", "1, 2, 4, 8")),
         ("deepseek_v3", ("bf16, FP8, INT4, NVFP4", "no trees", "1, 2, 4, 8")),
         ("gemma4_text", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
         ("gemma4_unified_text", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),

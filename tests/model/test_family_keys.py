@@ -19,6 +19,7 @@ from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import as_computed
 from tests.helpers.attentions import windows
+from tests.helpers.models import causal_models
 from tests.model.test_target import Runner, prompts
 
 SHAPE: dict[str, Any] = {
@@ -78,6 +79,16 @@ OWN: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False, "mlp_layer_types": ["sparse", "dense", "sparse"],
         "n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False, "first_k_dense_replace": 0,
+    },
+    "mistral4": {
+        "num_key_value_heads": 32, "head_dim": 16, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False, "first_k_dense_replace": 2,
+        "n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5, "norm_topk_prob": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0,
+            "llama_4_scaling_beta": 0.4, "mscale_all_dim": 0.9,
+        },
     },
     "deepseek_v3": {
         "num_key_value_heads": 32, "head_dim": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
@@ -139,8 +150,9 @@ VALUES: list[dict[str, Any]] = [
 ]
 REFUSED: dict[str, set[str]] = {
     "layer_types": {
-        "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "phi3",
-        "seed_oss", "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", "bamba", *RECURRENT_FAMILIES,
+        "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4", "mixtral",
+        "phi3", "seed_oss", "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", "bamba",
+        *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -149,7 +161,7 @@ REFUSED: dict[str, set[str]] = {
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {
         "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe",
-        "glm4_moe_lite",
+        "mistral4", "glm4_moe_lite",
         "granitemoehybrid", "lfm2_moe", "nemotron_h",
     },
     "no n_group": {"glm4_moe", "glm4_moe_lite", "nemotron_h"},
@@ -160,15 +172,17 @@ REFUSED: dict[str, set[str]] = {
     "no layers_block_type": {"nemotron_h"},
     "attention_bias": {"nemotron_h"},
     "tie_word_embeddings": {"nemotron_h"},
-    "num_key_value_heads": {"deepseek_v3", "glm4_moe_lite"},
-    "no qk_rope_head_dim": {"deepseek_v3", "glm4_moe_lite"},
+    "num_key_value_heads": {"deepseek_v3", "glm4_moe_lite", "mistral4"},
+    "no qk_rope_head_dim": {"deepseek_v3", "glm4_moe_lite", "mistral4"},
+    "no qk_nope_head_dim": {"mistral4"},
     "no mlp_layer_types": {"glm4_moe_lite"},
     "no layer_types": {"granitemoehybrid", "lfm2_moe"},
     "no head_dim": {"phi3", "bamba"},
 }
 """The families that refuse a config, by its title in `changed`."""
 FAIL = {
-    ("exaone4", "sliding_window"), *(("ministral3", title) for title in ("rope_scaling", "rope_parameters", "yarn")),
+    ("exaone4", "sliding_window"),
+    *((name, title) for name in ("ministral3", "mistral4") for title in ("rope_scaling", "rope_parameters", "yarn")),
     ("nemotron_h", "no time_step_min"), ("deepseek_v3", "no num_key_value_heads"),
 }
 """What transformers fails to read: no window and no layer_types; queries that grow by a null. And dt, which it clamps in prompts
@@ -190,10 +204,9 @@ IDS = prompts([37, 12], 60)
 
 def of_transformers(folder: Path) -> tuple[Any, torch.Tensor]:
     """A model with random weights from the folder's config.json, and its logits for IDS."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    auto: Any = AutoModelForCausalLM
-    model: Any = auto.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").eval()
+    model: Any = causal_models().from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     noise = torch.Generator().manual_seed(1)

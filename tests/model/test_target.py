@@ -21,7 +21,7 @@ from batchspec.model.dtype import resolve_dtype
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from tests.helpers.engines import VOCAB, tiny_target
-from tests.helpers.models import make_checkpoint
+from tests.helpers.models import causal_models, make_checkpoint
 from tests.helpers.stand_ins import small_spec
 
 PAGE_SIZE = 4
@@ -137,10 +137,7 @@ def prompts(lengths: list[int], vocab: int = 320) -> list[list[int]]:
 
 def oracle(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """transformers' model, in fp64 without its roundings to fp32, but for rotations, which are computed in fp32 here too."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options).eval()
+    model = causal_models().from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options).eval()
     if dtype is torch.float64:
         model.forward = _widened(model.forward)
     return model

@@ -14,8 +14,11 @@ from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
 from batchspec.kernels.attention.split_kv_schedule import _bounds as bounds
 from batchspec.kernels.attention.work_list import WorkShape
 from batchspec.kernels.common.card import Card
+from batchspec.kernels.latent.settings import latent_shape
 from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.latent.block import LatentSpec
 from batchspec.tuning.cards import known_cards
+from tests.helpers.latents import latent_spec
 from tests.helpers.stand_ins import small_spec
 
 CARDS = [known.card for known in known_cards() if known.card.computes_bf16]
@@ -57,3 +60,23 @@ def test_it_is_at_least_what_a_round_allocates(
     run = replace(small_spec(dtype="bfloat16").computing(torch.bfloat16, draft_len=draft_len), ordered=ordered)
     kept = attention(*heads).partial_bytes(run, rows, num_keys, shares=shares)
     assert kept >= line_bytes(shape, rows, head_dim, shares=shares)
+
+
+@given(
+    card=st.sampled_from(CARDS), heads=st.sampled_from([(20, 512), (32, 256), (128, 512), (5, 32)]), rows=st.integers(1, 1024),
+    draft_len=st.integers(0, 15), num_keys=st.sampled_from(NUM_KEYS),
+)
+def test_it_is_at_least_what_a_round_of_latent_attention_allocates(
+    card: Card, heads: tuple[int, int], rows: int, draft_len: int, num_keys: int
+) -> None:
+    num_heads, latent_dim = heads
+    shape = latent_shape(
+        num_rows=rows, max_q=draft_len + 1, max_kv=num_keys, num_heads=num_heads, latent_dim=latent_dim, page_size=16,
+        dtype=torch.bfloat16, card=card,
+    )
+    spec = latent_spec()
+    (_, mixer), *_ = spec.mixers
+    assert isinstance(mixer, LatentSpec)
+    mixer = replace(mixer, num_heads=num_heads, sizes=replace(mixer.sizes, latent_dim=latent_dim))
+    kept = mixer.partial_bytes(spec.computing(torch.bfloat16, draft_len=draft_len), rows, num_keys, shares=False)
+    assert kept >= line_bytes(shape, rows, latent_dim, shares=False)

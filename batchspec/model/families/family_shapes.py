@@ -45,6 +45,18 @@ _DEEPSEEK_V3: dict[str, Any] = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
     },
 }
+_MISTRAL_SMALL_4: dict[str, Any] = {
+    "model_type": "mistral4", "architectures": ["Mistral4ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 0, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6, "vocab_size": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5,
+    },
+}
 _FP8_TOKENS: dict[str, Any] = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
 _FP8_ROWS: dict[str, Any] = {
     "quantization_config": {
@@ -196,6 +208,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "glm-4.5-air-fp8": _GLM_4_5_AIR | _FP8_ROWS,
     "glm-4.7-flash": _GLM_4_7_FLASH,
     "deepseek-v3": _DEEPSEEK_V3,
+    "mistral-small-4": _MISTRAL_SMALL_4,
     "glm-4.6-fp8": _GLM_4_6 | _FP8_ROWS,
     "seed-oss-36b": {
         "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "hidden_size": 5120, "intermediate_size": 27648,

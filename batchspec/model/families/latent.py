@@ -1,4 +1,4 @@
-"""What families with latent attention read in the same way (GLM-4.7-Flash, DeepSeek-V3).
+"""What families with latent attention read in the same way (GLM-4.7-Flash, DeepSeek-V3, Mistral Small 4).
 
 The norms within latent attention have an epsilon of 1e-6, whatever config.json says.
 Source: transformers, models/glm4_moe_lite and models/deepseek_v3.
@@ -33,14 +33,15 @@ def _scale(config: ConfigReader, rope: RopeSpec, query_dim: int) -> float:
     return longer * longer / math.sqrt(query_dim)
 
 
-def read_latent(config: ConfigReader) -> LatentSpec:
+def read_latent(config: ConfigReader, rope: RopeSpec | None = None) -> LatentSpec:
+    """rope: None: that of `latent_rope`."""
     sizes = HeadSizes(
         key_dim=config.integer("qk_nope_head_dim"), rope_dim=config.integer("qk_rope_head_dim"),
         value_dim=config.integer("v_head_dim"), latent_dim=config.integer("kv_lora_rank"),
     )
     if sizes.rope_dim % 2:
         raise config.refusal(f"qk_rope_head_dim {sizes.rope_dim} is odd; rotary embedding needs pairs")
-    rope = latent_rope(config)
+    rope = latent_rope(config) if rope is None else rope
     return LatentSpec(
         hidden_size=config.integer("hidden_size"), eps=config.number("rms_norm_eps"), inner_eps=_INNER_EPS,
         num_heads=config.integer("num_attention_heads"), sizes=sizes, rope=rope,
@@ -49,11 +50,12 @@ def read_latent(config: ConfigReader) -> LatentSpec:
     )
 
 
-def refuses_other_latents(config: ConfigReader) -> list[str]:
-    """Other values of keys that transformers does not read, or computes with other ones."""
+def refuses_other_latents(config: ConfigReader, head_dim: int | None = None) -> list[str]:
+    """Other values of keys that transformers does not read, or computes with other ones. head_dim: the usual value of this key;
+    None: P"""
     rope_dim = config.integer("qk_rope_head_dim")
     usual = {
-        "num_key_value_heads": config.integer("num_attention_heads"), "head_dim": rope_dim,
+        "num_key_value_heads": config.integer("num_attention_heads"), "head_dim": head_dim or rope_dim,
         "qk_head_dim": config.integer("qk_nope_head_dim") + rope_dim, "moe_layer_freq": 1, "topk_method": "noaux_tc",
     }
     return [config.shown(key) for key, value in usual.items() if config.differs(key, None, value)]

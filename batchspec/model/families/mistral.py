@@ -13,11 +13,11 @@ from batchspec.model.families.base import Family, dense_layers, plain_rope, read
 from batchspec.model.layers.attention.rope_config import RopeSpec, rope_part
 from batchspec.model.layers.layer import LayerSpec
 
-_YARN = {
+YARN = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
 }
-_GROWTH = "llama_4_scaling_beta"
+GROWTH = "llama_4_scaling_beta"
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -27,12 +27,12 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 def _growing_rope(config: ConfigReader) -> RopeSpec:
     """The rotary embedding of Ministral 3; if nothing describes it, that of transformers' default."""
     if not config.given("rope_parameters") and not config.differs("rope_scaling", None, {}):
-        config = config.replaced(rope_parameters=_YARN)
+        config = config.replaced(rope_parameters=YARN)
     rope, spec = rope_part(config), plain_rope(config)
-    if not rope.given(_GROWTH):
+    if not rope.given(GROWTH):
         return spec
     original = spec.original_max_len or rope.integer("original_max_position_embeddings")  # a type without scaling has read none
-    return replace(spec, query_growth=rope.number(_GROWTH), original_max_len=original)
+    return replace(spec, query_growth=rope.number(GROWTH), original_max_len=original)
 
 
 MISTRAL = Family(

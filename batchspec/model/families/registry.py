@@ -23,6 +23,7 @@ from batchspec.model.families.lfm2_moe import LFM2_MOE
 from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MINISTRAL3, MISTRAL
+from batchspec.model.families.mistral4 import MISTRAL4
 from batchspec.model.families.mixtral import MIXTRAL
 from batchspec.model.families.nemotron_h import NEMOTRON_H
 from batchspec.model.families.olmo2 import OLMO2, OLMO3
@@ -51,6 +52,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_MOE,
         MISTRAL,
         MINISTRAL3,
+        MISTRAL4,
         MIXTRAL,
         MINIMAX_M2,
         GPT_OSS,
@@ -78,8 +80,8 @@ FAMILIES: dict[str, Family] = {
 
 
 NEEDED: dict[str, tuple[str, ...]] = {
-    "multi-head latent attention (MLA), which is built for glm4_moe_lite and deepseek_v3 alone": (
-        "deepseek_v2", "kimi_k2", "kimi_k25", "mistral4", "mistral_large4", "minicpm3", "longcat_flash",
+    "multi-head latent attention (MLA), which is built for glm4_moe_lite, deepseek_v3 and mistral4 alone": (
+        "deepseek_v2", "kimi_k2", "kimi_k25", "mistral_large4", "minicpm3", "longcat_flash",
     ),
     "sparse attention over latents (an indexer that chooses keys)": ("deepseek_v32", "glm_moe_dsa"),
     "compressed sparse attention": ("deepseek_v4",),
