@@ -93,7 +93,7 @@ def verify_latents_kernel(
     key = tl.arange(0, BLOCK)
     page = page_of(table, first + key, end, PAGE_SIZE)
     token = (first_place + lane // HEADS).to(tl.int64)
-    head = lane % HEADS
+    head = (lane % HEADS).to(tl.int64)  # heads may be outermost in memory, far apart
     position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
     await_earlier(EARLY)
 

@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.batch.flat_batch import HostLayout
+from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
+from batchspec.model.layers.attention import flash
 from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.model.layers.latent import prefill
 from batchspec.model.layers.latent.attend import HeadSizes, Matrices
 from batchspec.model.layers.latent.block import LatentSpec
+from batchspec.model.layers.latent.pages import LatentLayout
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.target import Target
 from tests.helpers.engines import make_engine, packed, request
@@ -28,7 +30,7 @@ from tests.helpers.latents import CPU, latent_spec
 from tests.helpers.moe_models import ids_of
 from tests.helpers.recurrent import LoudNoise
 from tests.helpers.stand_in_gpu import stand_in_gpu
-from tests.model.test_attention import flash_by_hand
+from tests.model.test_attention import PAGE_SIZE, flash_by_hand, make_batch
 from tests.model.test_target import Runner, prompts
 
 pytestmark = [
@@ -109,6 +111,27 @@ def test_a_part_has_as_many_rows_and_heads_as_fit() -> None:
     sizes = HeadSizes(key_dim=192, rope_dim=64, value_dim=256, latent_dim=512)
     assert prefill.key_bytes(sizes, torch.bfloat16) == 1408
     assert prefill.key_bytes(replace(sizes, value_dim=128), torch.bfloat16) == 1408 - 256 + 512
+
+
+@pytest.mark.parametrize("num_rows", [flash.RING // 2, flash.RING // 2 + 1])
+def test_a_pass_of_more_parts_than_plans_may_be_in_flight_uses_torch_alone(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper of FlashInfer has one plan at a time, and each part is computed in all layers."""
+    made = list[int]()
+
+    def planned(batch: FlatBatch, kv: flash.KeysAndValues, *, num_heads: int, window: int | None) -> flash.VarlenPlan:
+        made.append(num_heads)
+        return flash.VarlenPlan(batch, kv, window=window)
+
+    monkeypatch.setattr(prefill, "KEYS", 1)
+    monkeypatch.setattr(prefill, "plan_flash", planned)
+    batch = make_batch([(66, 70)] * num_rows, torch.Generator().manual_seed(0))
+    batch.host = HostLayout([66] * num_rows, [70] * num_rows)
+    layout = LatentLayout(dtype=F32, size=11, rope_dim=4, page_size=PAGE_SIZE)
+    pages = layout.open(layout.allocate(1, 2, CPU)[0], None)
+    prefill.LatentPrefillPlan(batch, pages, 4, SIZES["values as wide as keys"], window=None)
+    assert made == ([4] * num_rows if num_rows <= flash.RING // 2 else [])
 
 
 def decoded(target: Target, drafter: Drafter) -> dict[str, list[int]]:

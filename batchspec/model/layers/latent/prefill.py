@@ -3,6 +3,7 @@
 Latents of earlier passes and of cached prefixes are read from their pages and expanded again in each pass. All rows of a part are
 attended to by the kernels of `attention/flash.py`. Values are as wide as keys there: narrower ones are padded with zeros.
 A part is some rows, of KEYS keys together or one longer row, and some heads: as many as EXPANDED_BYTES hold, at least one.
+FlashInfer keeps a plan of each part through all layers, so passes of many parts use torch's attention.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
-from batchspec.model.layers.attention.flash import FlashPlan, VarlenPlan, plan_flash
+from batchspec.model.layers.attention.flash import RING, FlashPlan, VarlenPlan, plan_flash
 from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.model.layers.latent.attend import HeadSizes, Matrices
 from batchspec.model.layers.latent.pages import LatentLayout, LatentPages
@@ -106,14 +107,17 @@ class LatentPrefillPlan:
         assert batch.host is not None
         self._parts, at = list[_Part](), 0
         nothing = Matrices(*(pages.pages.new_empty(1, size, sizes.latent_dim) for size in (sizes.key_dim, sizes.value_dim)))
-        for rows in row_groups(batch.host):
+        groups = list(row_groups(batch.host))
+        for rows in groups:
             own = slice(rows.start, rows.stop)
             host = HostLayout(batch.host.q_len[own], batch.host.kv_len[own])
             place = slice(at, at + sum(host.q_len))
             at, num_keys = place.stop, sum(host.kv_len)
             heads = heads_at_once(num_heads, num_keys, key_bytes(sizes, pages.layout.dtype))
             kv = ExpandedHeads(expanded_layout(pages.layout, sizes, heads), pages, nothing)
-            plan = plan_flash(_of_rows(batch, own, place, host), kv, num_heads=heads, window=window)
+            part = _of_rows(batch, own, place, host)
+            few = len(groups) <= RING // 2
+            plan = plan_flash(part, kv, num_heads=heads, window=window) if few else VarlenPlan(part, kv, window=window)
             self._parts.append(_Part(place, heads, plan))
 
     def attend(self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float) -> Tensor:
