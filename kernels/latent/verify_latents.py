@@ -49,15 +49,23 @@ def attend_latents(
     r = tl.load(at[:, None] + LATENT + e[None, :], mask=inside, other=0.0)
     if WIDE:
         c, r = c.to(tl.float32), r.to(tl.float32)
-    s = tl.dot(q_rope, tl.trans(r), input_precision="ieee")
-    s = tl.dot(q_latent, tl.trans(c), s, input_precision="ieee") * scale
-    s = tl.where(seen_keys(key, end, position, position, position, False, WINDOW, SINK), s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(s - new_peak[:, None])
-    mass = mass * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
-    return new_peak, mass, acc
+    p = tl.zeros([q_latent.shape[0], key.shape[0]], c.dtype)
+    shrink = tl.zeros_like(peak)
+    # Always true. Where Triton sees that a product feeds another one, it gives each warp whole lines: with 64 lines two warp
+    # groups would then compute the same scores. As the result of a branch, weights hide where they come from. The two parts of
+    # the scores are scaled apart for the same reason.
+    if end > 0:
+        of_rope = tl.dot(q_rope, tl.trans(r), input_precision="ieee") * scale
+        s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * scale + of_rope
+        s = tl.where(seen_keys(key, end, position, position, position, False, WINDOW, SINK), s, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 1))
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(s - new_peak[:, None])
+        mass = mass * shrink + tl.sum(weights, 1)
+        p = weights.to(c.dtype)
+        peak = new_peak
+    acc = tl.dot(p, c, acc * shrink[:, None], input_precision="ieee")
+    return peak, mass, acc
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
