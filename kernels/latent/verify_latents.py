@@ -34,6 +34,21 @@ from batchspec.kernels.latent.settings import DTYPES, latent_config
 
 
 @triton.jit
+def weights_of(
+    q_latent, q_rope, c, r, peak, mass, key, end, position, scale, WINDOW: tl.constexpr, SINK: tl.constexpr
+):
+    """The weights of a block of keys, and (peak, mass, factor of earlier sums) with them. Both parts of the scores are scaled, so
+    that Triton computes neither on top of the other."""
+    of_rope = tl.dot(q_rope, tl.trans(r), input_precision="ieee") * scale
+    s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * scale + of_rope
+    s = tl.where(seen_keys(key, end, position, position, position, False, WINDOW, SINK), s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    shrink = tl.exp2(peak - new_peak)
+    weights = tl.exp2(s - new_peak[:, None])
+    return new_peak, mass * shrink + tl.sum(weights, 1), shrink, weights.to(c.dtype)
+
+
+@triton.jit
 def attend_latents(
     q_latent, q_rope, peak, mass, acc, page, key, end, latents, position, scale, page_stride, WINDOW: tl.constexpr,
     SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE: tl.constexpr,
@@ -49,21 +64,15 @@ def attend_latents(
     r = tl.load(at[:, None] + LATENT + e[None, :], mask=inside, other=0.0)
     if WIDE:
         c, r = c.to(tl.float32), r.to(tl.float32)
-    p = tl.zeros([q_latent.shape[0], key.shape[0]], c.dtype)
-    shrink = tl.zeros_like(peak)
-    # Always true. Where Triton sees that a product feeds another one, it gives each warp whole lines: with 64 lines two warp
-    # groups would then compute the same scores. As the result of a branch, weights hide where they come from. The two parts of
-    # the scores are scaled apart for the same reason.
-    if end > 0:
-        of_rope = tl.dot(q_rope, tl.trans(r), input_precision="ieee") * scale
-        s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * scale + of_rope
-        s = tl.where(seen_keys(key, end, position, position, position, False, WINDOW, SINK), s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, 1))
-        shrink = tl.exp2(peak - new_peak)
-        weights = tl.exp2(s - new_peak[:, None])
-        mass = mass * shrink + tl.sum(weights, 1)
-        p = weights.to(c.dtype)
-        peak = new_peak
+    if q_latent.shape[0] < 64:
+        peak, mass, shrink, p = weights_of(q_latent, q_rope, c, r, peak, mass, key, end, position, scale, WINDOW, SINK)
+    else:
+        # Where Triton sees that a product feeds another one, it gives each warp whole lines: with 64 lines two warp groups would
+        # then compute the same scores. As the result of a branch, which is always taken, weights hide where they come from.
+        p = tl.zeros([q_latent.shape[0], key.shape[0]], c.dtype)
+        shrink = tl.zeros_like(peak)
+        if end > 0:
+            peak, mass, shrink, p = weights_of(q_latent, q_rope, c, r, peak, mass, key, end, position, scale, WINDOW, SINK)
     acc = tl.dot(p, c, acc * shrink[:, None], input_precision="ieee")
     return peak, mass, acc
 
