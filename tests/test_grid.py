@@ -27,6 +27,8 @@ import torch
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
+from batchspec.draft.block_head import BlockWeights
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.head import Head
 from batchspec.draft.lookup import LookupDrafter
@@ -48,6 +50,7 @@ from batchspec.records import Request, SamplingParams
 from tests.distributed.test_tensor_parallel import Loud
 from tests.helpers import nvfp4_layouts
 from tests.helpers.automata import EOS, VOCABULARY, automaton
+from tests.helpers.block_heads import tiny_block
 from tests.helpers.engines import DEVICE, VOCAB, ForcedDrafter, in_e4m3, make_engine, packed, plain_rows, request
 from tests.helpers.gemma4_models import LAYER_INPUTS
 from tests.helpers.int4_layouts import of_awq, of_compressed_tensors, of_gptq
@@ -204,7 +207,7 @@ def requests_of(rows: str) -> list[Request]:
     return found
 
 
-DRAFTERS = ("none", "eagle3", "parallel", "tree", "window", "lookup", "right")
+DRAFTERS = ("none", "eagle3", "parallel", "tree", "window", "lookup", "right", "block")
 
 
 @cache
@@ -213,12 +216,18 @@ def head_of(model: Model) -> Head:
     return dummy_head(replace(spec, aux_layer_ids=tuple(range(3))), dtype=torch.float64, device=DEVICE)
 
 
+@cache
+def block_of(model: Model) -> BlockWeights:
+    return tiny_block(target_of(model).spec, from_anchor=len(model.name) % 2 == 0)
+
+
 def drafter_of(kind: str, model: Model, target: Target, outputs: dict[int, list[int]]) -> Drafter:
     """Of drafts of random heads few are accepted; those of "right" are the outputs."""
     made: dict[str, Callable[[], Drafter]] = {
         "none": NoDrafter,
         "eagle3": lambda: ChainDrafter(head_of(model), target, K, slots=SLOTS),
         "parallel": lambda: ParallelDrafter(head_of(model), target, K, slots=SLOTS),
+        "block": lambda: BlockDrafter(block_of(model), target, K, slots=SLOTS),
         "tree": lambda: TreeDrafter(head_of(model), target, TreeShape(topk=3, depth=3, nodes=8), slots=SLOTS),
         "window": lambda: WindowDrafter(target, K, slots=SLOTS, window=4, sink=1),
         "lookup": lambda: LookupDrafter(K, min_ngram=1, max_ngram=2),
@@ -248,7 +257,7 @@ def cells_of_targets() -> list[Cell]:
     """Each drafter takes the modes in turn; once it has met all, its rows are constrained."""
     found, met = list[Cell](), Counter[str]()
     for turn, name in enumerate(TARGETS):
-        for kind in DRAFTERS if name in EVERY_DRAFTER else (DRAFTERS[turn % 7], DRAFTERS[(turn + 3) % 7]):
+        for kind in DRAFTERS if name in EVERY_DRAFTER else (DRAFTERS[turn % 8], DRAFTERS[(turn + 3) % 8]):
             found.append(Cell(Model(name), kind, MODES[met[kind] % 4], "constrained" if met[kind] > 3 else "plain"))
             met[kind] += 1
     return found

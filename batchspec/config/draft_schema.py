@@ -53,9 +53,9 @@ class DraftConfig:
     """Benchmarks only: accept draft position j with this probability, whatever the tokens. The probabilities are unconditional
     and must not increase. Those of several kinds of rows, which rows take in turn, follow each other: 2 K numbers for two."""
     path: str | None = key(None, names=("speculative_model",), path=True)
-    """Folder or hub id of the draft head (eagle3, hybrid), small draft model (pard), tuned MTP layer or assistant (mtp). null
-    is the layer of the model's own checkpoint (mtp); for a head it is allowed only with model.load_format=dummy, which makes a
-    random one."""
+    """Folder or hub id of the draft head (eagle3, hybrid, block), small draft model (pard), tuned MTP layer or assistant (mtp).
+    null is the layer of the model's own checkpoint (mtp); for a head it is allowed only with model.load_format=dummy, which makes
+    a random one."""
     vocab_size: int | None = key(
         None, low=64, high=2**31 - 1, advice="null is the whole vocabulary; 32768 works well for large ones", advanced=True
     )

@@ -44,6 +44,11 @@ DRAFTERS: dict[str, Entry] = {
         dummy=True,
         trained=True,
     ),
+    "block": Entry(
+        reads=tuple(f"draft.{key}" for key in ("path", "aux_layers", "window", "sink_tokens", "cache_dtype", "coupled")),
+        needs={"draft.path": "the folder or hub id of a DFlash or DSpark head made for the model"},
+        dummy=True,
+    ),
     "mtp": Entry(
         reads=(
             *(f"draft.{key}" for key in ("path", "vocab_size", "window", "sink_tokens", "cache_dtype", "coupled")),

@@ -60,7 +60,7 @@ class Draws:
         out_confidence  int32 [R, K] or None, as in `choose`
         """
         width, at = out_ids.shape[1], self.at
-        if at.num_drafted is None:
+        if not self.in_turns:
             drafted, sure = torch.empty_like(at.row_ids), None if out_confidence is None else torch.empty_like(at.row_ids)
             self.choose(logits, drafted, map_ids, sure)
             out_ids.copy_(drafted.view_as(out_ids))
@@ -69,14 +69,24 @@ class Draws:
             return
         assert at.drafts is out_ids
         for k in range(width):
-            row_ids, positions, num_drafted = (x[k::width].contiguous() for x in (at.row_ids, at.positions, at.num_drafted))
-            turn = replace(at, row_ids=row_ids, positions=positions, num_drafted=num_drafted)
             sure = None if out_confidence is None else out_confidence[:, k]
-            Draws(self.rows, turn, self.mode).choose(logits[k::width], out_ids[:, k], map_ids, sure)
+            self.turn(k, width).choose(logits[k::width], out_ids[:, k], map_ids, sure)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether drafts of a row must be chosen one after another, because a rule reads earlier ones."""
+        return self.at.num_drafted is not None
+
+    def turn(self, k: int, width: int) -> Draws:
+        """Those of draft k of each row, of draws for `width` drafts a row."""
+        at = self.at
+        assert at.num_drafted is not None
+        row_ids, positions, num_drafted = (x[k::width].contiguous() for x in (at.row_ids, at.positions, at.num_drafted))
+        return Draws(self.rows, replace(at, row_ids=row_ids, positions=positions, num_drafted=num_drafted), self.mode)
 
     def branches(self, logits: Tensor, map_ids: Tensor | None = None) -> None:
-        """Of a tree: change logits [T, V] in place; the largest are the children. Siblings have the noise of the same
-        position."""
+        """Change logits [T, V] in place; the largest are the candidates: of a tree the children, which have the noise of the same
+        position, of a block those of each draft."""
         self._perturb(logits, map_ids)
 
     def _perturb(self, logits: Tensor, map_ids: Tensor | None) -> None:

@@ -128,7 +128,7 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
         aux_layer_ids=(target.num_layers,) if final_hidden else _aux_layer_ids(source, target, aux_layers),
         rms_eps=shape.filled({"rms_norm_eps": 1e-6}).number("rms_norm_eps"),
         rope=read_rope(shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None),
-        windows=_windows(shape, family, num_layers),
+        windows=layer_windows(shape, family, num_layers),
         qkv_bias=shape.flag("attention_bias") or has("self_attn.q_proj.bias"),
         o_bias=has("self_attn.o_proj.bias"),
         mlp_bias=shape.flag("mlp_bias") or has("mlp.gate_proj.bias"),
@@ -206,8 +206,8 @@ def _aux_layer_ids(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tu
     return tuple(aux_layer_ids)
 
 
-def _windows(shape: ConfigReader, family: str, num_layers: int) -> tuple[int | None, ...]:
-    """layer_types may be the target's, for more layers than the head has: accepted if all are of one kind."""
+def layer_windows(shape: ConfigReader, family: str, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer. layer_types may be the target's, for more layers than the head has: accepted if all are of one kind."""
     types = shape.texts("layer_types")
     if types and len(types) > num_layers and len(set(types)) == 1:
         types = types[:num_layers]

@@ -39,7 +39,7 @@ class Head:
         return EagleHead(self, target, argmax=argmax)
 
 
-class _HeadWeights:
+class HeadWeights:
     """A BlockSource: a layer's weights among those of a head, which are not quantised."""
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
@@ -67,7 +67,7 @@ class EagleHead(BoundHead):
             target, tensors.get("lm_head.weight"), head.map_ids, draft_vocab_size=spec.draft_vocab_size, part=spec.draft_part,
             ranks=ranks, argmax=argmax,
         )
-        layers = [layer.build(_HeadWeights(tensors, head_prefix(i))) for i, layer in enumerate(head_layers(spec))]
+        layers = [layer.build(HeadWeights(tensors, head_prefix(i))) for i, layer in enumerate(head_layers(spec))]
         super().__init__(target, layers, tensors["norm.weight"], spec.rms_eps, output, ranks)
         self.spec = spec
         self._fc = None if spec.final_hidden else Linear(tensors["fc.weight"], tensors.get("fc.bias"))

@@ -20,19 +20,19 @@ from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 
 # Values of missing keys: transformer_layer_config is saved as the difference to these (transformers 5).
-_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
+LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
               "vocab_size": 32000, "max_position_embeddings": 2048},
     "qwen3": {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
               "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768},
 }
-_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _PEAGLE = ("PEagleSpeculator", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
 SPECFORGE = "LlamaForCausalLMEagle3"
 _FLAT = (SPECFORGE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *_PEAGLE)
 _SPECULATORS = {"eagle3": ("Eagle3Speculator", "Eagle3DraftModel"), "peagle": _PEAGLE}
 
-_SHAPE = frozenset((
+SHAPE_KEYS = frozenset((
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "max_position_embeddings", "original_max_position_embeddings", "vocab_size", "hidden_act", "sliding_window",
@@ -45,7 +45,7 @@ _EAGLE = frozenset((
     "speculators_model_type", "transformer_layer_config", "parallel_drafting", *MASK_KEYS,
 ))
 # These keys do not change what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
-_HARMLESS = frozenset((
+HARMLESS = frozenset((
     "attention_dropout", "hidden_dropout", "dropout", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
     "sep_token_id", "decoder_start_token_id", "initializer_range", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "pretraining_tp", "model_max_length", "embed_requires_grad", "enable_sp_ulysses", "auto_map", "_name_or_path",
@@ -99,13 +99,13 @@ def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
         raise config.refusal("no transformer_layer_config, which holds the shape of the head's layers; export the head again")
     shape = config if kind is None else config.part("transformer_layer_config")
     family = family_of(shape)
-    if family not in _FAMILIES:
-        raise config.refusal(f"model_type {quoted(family)} of the head is not supported; supported are {', '.join(_FAMILIES)}")
+    if family not in FAMILIES:
+        raise config.refusal(f"model_type {quoted(family)} of the head is not supported; supported are {', '.join(FAMILIES)}")
     layout, known = ("flat", _FLAT) if kind is None else ("speculators", _SPECULATORS[kind])
     for name in config.texts("architectures") or ():
         if name not in known:
             raise config.refusal(f"architectures {quoted(name)} is not supported; a {layout} head has {listed(known, 4)}")
-    return layout, shape if kind is None else shape.filled(_LAYER_DEFAULTS.get(family, {}))
+    return layout, shape if kind is None else shape.filled(LAYER_DEFAULTS.get(family, {}))
 
 
 def family_of(shape: ConfigReader) -> str:
@@ -129,7 +129,7 @@ def _eagle_config(config: ConfigReader) -> ConfigReader:
 def _refuse(config: ConfigReader, shape: ConfigReader, layout: str) -> None:
     parts = [config] if layout == "flat" else [config, shape]
     of_target = _OF_GPT_OSS if shape.text("model_type", "llama") == "gpt_oss" else frozenset()
-    allowed = [_SHAPE | _EAGLE | _HARMLESS] if layout == "flat" else [_EAGLE | _HARMLESS, _SHAPE | _HARMLESS]
+    allowed = [SHAPE_KEYS | _EAGLE | HARMLESS] if layout == "flat" else [_EAGLE | HARMLESS, SHAPE_KEYS | HARMLESS]
     found = [
         part.shown(key)
         for part, known in zip(parts, allowed, strict=True)

@@ -47,8 +47,13 @@ def open_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto")
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)
     if spec.mapped:
-        _map_ids(files.where, spec, {name: _table(files, stored[name]) for name in ("d2t", "t2d") if name in stored})
+        check_tables(files, stored, spec.vocab_size)
     return spec
+
+
+def check_tables(files: ModelFiles, stored: Mapping[str, StoredTensor], vocab_size: int) -> None:
+    """Raises CheckpointError for a d2t among `stored` that leads out of the target's vocabulary or contradicts t2d."""
+    map_ids_of(files.where, vocab_size, {name: _table(files, stored[name]) for name in ("d2t", "t2d") if name in stored})
 
 
 def _table(files: ModelFiles, stored: StoredTensor) -> Tensor:
@@ -67,7 +72,7 @@ def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: to
     for file_name in weight_names(LocalFiles(folder)):
         with opened_weights(folder / file_name) as file:
             tensors |= {normalised(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    map_ids = _map_ids(shown(folder), spec, tensors) if spec.mapped else None
+    map_ids = map_ids_of(shown(folder), spec.vocab_size, tensors) if spec.mapped else None
     kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected_shapes(spec) if name != "d2t"}
     if spec.mask_token_id is not None:
         kept["mask_hidden"] = kept["mask_hidden"].view(1, -1)
@@ -132,15 +137,15 @@ def _mask_shapes(spec: HeadSpec) -> set[tuple[int, ...]]:
     return {(*leading, width) for width in widths for leading in ((), (1,), (1, 1))}
 
 
-def _map_ids(where: str, spec: HeadSpec, tensors: dict[str, Tensor]) -> Tensor:
+def map_ids_of(where: str, vocab_size: int, tensors: dict[str, Tensor]) -> Tensor:
     """int32 [draft vocabulary] target id of each draft id: d2t is the offset between the two."""
     d2t = tensors["d2t"]
     map_ids = d2t.long() + torch.arange(len(d2t))
-    outside = (map_ids < 0) | (map_ids >= spec.vocab_size)
+    outside = (map_ids < 0) | (map_ids >= vocab_size)
     if outside.any():
         first = int(outside.nonzero()[0])
         raise CheckpointError(
-            f"{where}: d2t leads {int(outside.sum())} draft ids out of the vocabulary of {spec.vocab_size}: "
+            f"{where}: d2t leads {int(outside.sum())} draft ids out of the vocabulary of {vocab_size}: "
             f"draft id {first} to {int(map_ids[first])}; d2t must hold target id minus draft id"
         )
     if "t2d" in tensors and not (known := tensors["t2d"].bool()[map_ids]).all():

@@ -145,6 +145,7 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
         "mtp": {"draft__window": 9},
         "eagle3": {"draft__path": "head", "draft__window": 9},
         "hybrid": {"draft__path": "head", "draft__window": 9},
+        "block": {"draft__path": "head", "draft__window": 9},
         "pard": {"draft__path": "small"},
         "window": {"draft__window": 9},
     }

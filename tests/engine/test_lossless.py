@@ -25,6 +25,8 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft import reader as reader_module
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
+from batchspec.draft.block_head import BlockWeights
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.head import Head
@@ -50,6 +52,7 @@ from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Repetition, Request, SamplingParams
+from tests.helpers.block_heads import tiny_block
 from tests.helpers.engines import (
     DEVICE,
     VOCAB,
@@ -160,6 +163,11 @@ def parallel_head() -> Head:
 
 
 @cache
+def block_head(from_anchor: bool = True) -> BlockWeights:
+    return tiny_block(tiny_target(window=5).spec, from_anchor=from_anchor)
+
+
+@cache
 def pard_model() -> PardModel:
     """The tiny target, other weights, as a model that drafts."""
     model = tiny_target(window=3)
@@ -226,7 +234,8 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
     fp8_kv = data.draw(st.booleans(), label="e4m3 K/V")
     draft_len = data.draw(st.integers(1, 8), label="K")
     kind = data.draw(
-        st.sampled_from(["none", "lookup", "window", "parallel", "pard", "tree", "hybrid", "right", "wrong"]), label="drafter"
+        st.sampled_from(["none", "lookup", "window", "parallel", "block", "pard", "tree", "hybrid", "right", "wrong"]),
+        label="drafter",
     )
     drafter: Drafter
     slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
@@ -242,6 +251,9 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         drafter = PardDrafter(pard_model(), tiny_target().spec, draft_len, slots=slots, parallel=parallel)
     elif kind == "parallel":
         drafter = ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots)
+    elif kind == "block":
+        from_anchor, reads = data.draw(st.booleans(), label="from the anchor"), data.draw(st.sampled_from([None, 1, 4]))
+        drafter = BlockDrafter(block_head(from_anchor), tiny_target(window=5), draft_len, slots=slots, window=reads, sink=1)
     elif kind == "hybrid":
         chain = data.draw(st.booleans(), label="chain")
         head_len = data.draw(st.integers(1, draft_len), label="head_len")
@@ -544,6 +556,7 @@ DRAFTERS: dict[str, Callable[[int, int], Drafter]] = {
     "lookup": lambda draft_len, _: lookup(draft_len, 3, 0),
     "chain": lambda draft_len, slots: ChainDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots),
     "parallel": lambda draft_len, slots: ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots),
+    "block": lambda draft_len, slots: BlockDrafter(block_head(), tiny_target(window=5), draft_len, slots=slots),
     "pard": lambda draft_len, slots: PardDrafter(pard_model(), tiny_target().spec, draft_len, slots=slots, parallel=True),
     "window": lambda draft_len, slots: WindowDrafter(tiny_target(window=5), draft_len, slots=slots, window=3, sink=1),
     "hybrid": lambda draft_len, slots: hybrid(draft_len, min(2, draft_len), slots, chain=True, corpus_tokens=50),

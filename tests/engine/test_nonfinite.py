@@ -22,6 +22,7 @@ from batchspec import run as run_module
 from batchspec.batch.logits import tokens_left
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.head import Head
 from batchspec.draft.lookup import LookupDrafter
@@ -38,6 +39,7 @@ from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from batchspec.records import Completion, Request, SamplingParams
+from tests.helpers.block_heads import tiny_block
 from tests.helpers.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.helpers.models import make_checkpoint, make_tokenizer
 from tests.helpers.recurrent import LoudNoise, recurrent_target
@@ -81,6 +83,7 @@ def drafter(name: str, requests: list[Request], *, recurrent: bool) -> Drafter:
         "lookup": lambda: LookupDrafter(3, min_ngram=1, max_ngram=3),
         "eagle3": lambda: ChainDrafter(head(recurrent), target, 3, slots=SLOTS),
         "parallel": lambda: ParallelDrafter(head(recurrent), target, 3, slots=SLOTS),
+        "block": lambda: BlockDrafter(tiny_block(target.spec), target, 3, slots=SLOTS),
         "tree": lambda: TreeDrafter(head(recurrent), target, TreeShape(topk=2, depth=3, nodes=7), slots=SLOTS),
         "window": lambda: WindowDrafter(target, 3, window=8, sink=2, slots=SLOTS),
         "pard": lambda: PardDrafter(
@@ -164,7 +167,9 @@ def test_a_prompt_whose_row_failed_is_computed_anew(window: int | None) -> None:
     assert [done.cached_tokens for done in second] == [12, 0], "other rows find their prefixes"
 
 
-@pytest.mark.parametrize("name", ["none", "right", "ragged", "bad", "lookup", "eagle3", "parallel", "tree", "window", "pard"])
+@pytest.mark.parametrize(
+    "name", ["none", "right", "ragged", "bad", "lookup", "eagle3", "parallel", "block", "tree", "window", "pard"]
+)
 def test_a_row_fails_alone_whatever_drafts(name: str) -> None:
     requests = prompts(16, SamplingParams())
     check(run(name, requests), requests)

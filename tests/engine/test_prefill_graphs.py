@@ -23,6 +23,7 @@ from batchspec.bench.arguments import parse
 from batchspec.bench.engines import config_of, variant_specs
 from batchspec.config.compose import compose
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
@@ -47,7 +48,7 @@ from batchspec.packed_batch import ExpectedRows
 from batchspec.records import Request
 from tests.batch.test_logit_rules import ALL
 from tests.engine import test_lossless
-from tests.engine.test_lossless import SAMPLINGS, parallel_head, pard_model, requests_of_a_job
+from tests.engine.test_lossless import SAMPLINGS, block_head, parallel_head, pard_model, requests_of_a_job
 from tests.helpers.automata import constrained_tokens
 from tests.helpers.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_spec, tiny_target
 from tests.helpers.moe_models import tiny_moe
@@ -165,6 +166,7 @@ DRAFTERS: dict[str, Callable[[int], Drafter]] = {
         parallel_head(), tiny_target(window=5), 2, slots=slots, dead_positions=False
     ),
     "parallel": lambda slots: ParallelDrafter(parallel_head(), tiny_target(window=5), 2, slots=slots),
+    "block": lambda slots: BlockDrafter(block_head(), tiny_target(window=5), 2, slots=slots),
     "tree": lambda slots: TreeDrafter(parallel_head(), tiny_target(window=5), TreeShape(topk=2, depth=2, nodes=5), slots=slots),
     "pard": lambda slots: PardDrafter(pard_model(), tiny_target().spec, 2, slots=slots, parallel=True),
 }

@@ -18,6 +18,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter
@@ -28,7 +29,7 @@ from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engine.test_lossless import check_statistics, hybrid, lookup, parallel_head, pard_model
+from tests.engine.test_lossless import block_head, check_statistics, hybrid, lookup, parallel_head, pard_model
 from tests.helpers.engines import DEVICE, ForcedDrafter, make_engine, packed, plain_tokens, request, tiny_target
 from tests.helpers.mtp_drafting import trusting
 
@@ -57,6 +58,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "lookup": lambda: lookup(K, 2, 0),
     "chain": lambda: ChainDrafter(parallel_head(), tiny_target(window=5), K, slots=SLOTS),
     "parallel": lambda: ParallelDrafter(parallel_head(), tiny_target(window=5), K, slots=SLOTS),
+    "block": lambda: BlockDrafter(block_head(), tiny_target(window=5), K, slots=SLOTS),
     "window": lambda: WindowDrafter(tiny_target(window=5), K, slots=SLOTS, window=3, sink=1),
     "pard": lambda: PardDrafter(pard_model(), tiny_target().spec, K, slots=SLOTS, parallel=True),
     "pard chain": lambda: PardDrafter(pard_model(), tiny_target().spec, K, slots=SLOTS, parallel=False),
@@ -203,7 +205,7 @@ def drafting(drafter: Drafter) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["chain", "parallel", "window", "pard", "pard chain"])
+@pytest.mark.parametrize("name", ["chain", "parallel", "block", "window", "pard", "pard chain"])
 def test_drafters_draft_no_more_than_a_round_verifies(name: str) -> None:
     """A chain makes one pass for each draft of the round; a head's first pass was made at the end of the round before. A head
     that drafts in one pass computes one position of each row for each draft."""
@@ -214,7 +216,7 @@ def test_drafters_draft_no_more_than_a_round_verifies(name: str) -> None:
     def checked(rows: DeviceBatch, mode: SamplingMode, draft_len: int, *others: Any) -> RoundResult:
         passes.clear()
         result, num_rows = run_round(rows, mode, draft_len, *others), len(rows.live)
-        if name in ("parallel", "pard"):
+        if name in ("parallel", "block", "pard"):
             assert passes == [num_rows * draft_len] * (draft_len > 0)
         else:
             assert passes == [num_rows] * max(0, draft_len - (name == "chain"))

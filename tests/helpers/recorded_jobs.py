@@ -16,6 +16,7 @@ import torch
 
 from batchspec.automata.lazy_automaton import Answer, Ask
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import MtpShape, dummy_mtp
@@ -28,7 +29,7 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
-from tests.engine.test_lossless import hybrid, lookup, parallel_head, pard_model
+from tests.engine.test_lossless import block_head, hybrid, lookup, parallel_head, pard_model
 from tests.engine.test_lossless_combined import ROOMS
 from tests.helpers.automata import EOS, VOCABULARY, automaton
 from tests.helpers.engines import DEVICE, VOCAB, decode, make_engine, packed, request, tiny_target
@@ -108,6 +109,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "window": lambda target: WindowDrafter(target, 3, slots=SLOTS, window=4, sink=1),
     "eagle3": lambda target: ChainDrafter(parallel_head(), target, 3, slots=SLOTS),
     "parallel": lambda target: ParallelDrafter(parallel_head(), target, 3, slots=SLOTS),
+    "block": lambda target: BlockDrafter(block_head(), target, 3, slots=SLOTS),
     "pard": lambda target: PardDrafter(pard_model(), target.spec, 3, slots=SLOTS, parallel=True),
     "tree": lambda target: TreeDrafter(parallel_head(), target, TreeShape(topk=2, depth=3, nodes=7), slots=SLOTS),
     "hybrid": lambda _: hybrid(4, 2, SLOTS, chain=True, corpus_tokens=50),
@@ -161,6 +163,7 @@ JOBS: dict[str, Job] = {
     "eagle3": Job(drafter="eagle3"),
     "eagle3, a part verified": Job(drafter="eagle3", options={"lengths": 1}),
     "parallel": Job(drafter="parallel"),
+    "block": Job(drafter="block"),
     "pard": Job(drafter="pard"),
     "tree": Job(drafter="tree"),
     "hybrid": Job(drafter="hybrid"),

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.draft.head_tensors import expected_shapes, head_bytes, normalised
-from batchspec.draft.layouts import _LAYER_DEFAULTS
+from batchspec.draft.layouts import LAYER_DEFAULTS
 from batchspec.draft.weights import dummy_head, dummy_spec, load_head, read_head_spec
 from batchspec.errors import CheckpointError
 from batchspec.model.layers.attention.rope import rope_frequencies
@@ -194,10 +194,10 @@ def test_the_defaults_that_speculators_leaves_out_are_those_of_its_model_type(tm
     assert "missing tensors: layers.1." in refusal(folder)  # transformers' llama has 32
 
 
-@pytest.mark.parametrize("family", [*_LAYER_DEFAULTS])
+@pytest.mark.parametrize("family", [*LAYER_DEFAULTS])
 def test_values_that_a_config_leaves_out_are_those_of_transformers(family: str) -> None:
     known = AutoConfig.for_model(family)
-    assert {key: getattr(known, key) for key in _LAYER_DEFAULTS[family]} == _LAYER_DEFAULTS[family]
+    assert {key: getattr(known, key) for key in LAYER_DEFAULTS[family]} == LAYER_DEFAULTS[family]
 
 
 def test_windows_are_read_whatever_the_switch_of_the_family_says(tmp_path: Path) -> None:

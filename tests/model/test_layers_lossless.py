@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.head import Head
 from batchspec.draft.hybrid import HybridDrafter
@@ -38,6 +39,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engine.test_lossless import SAMPLINGS, few_tokens, lookup
 from tests.gpu_jobs.entry_points import nothing, of_prompt
+from tests.helpers.block_heads import tiny_block
 from tests.helpers.engines import (
     DEVICE,
     VOCAB,
@@ -75,7 +77,7 @@ class Kind(NamedTuple):
     @property
     def drafters(self) -> list[str]:
         spec = self.target(window=None).spec
-        found = ["none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong"]
+        found = ["none", "lookup", "eagle3", "parallel", "block", "hybrid", "pard", "right", "wrong"]
         found += [] if spec.refuses("self_draft") else ["window"]
         return found + ([] if spec.refuses("drafter") else ["pard of this kind"])
 
@@ -112,6 +114,9 @@ def drafter_of(
             return ChainDrafter(head(kind), target, draft_len, slots=slots)
         case "parallel":
             return ParallelDrafter(head(kind), target, draft_len, slots=slots)
+        case "block":
+            like = tiny_spec() if kind == "latent" else target.spec
+            return BlockDrafter(tiny_block(like, from_anchor=draft_len % 2 == 0), target, draft_len, slots=slots)
         case "hybrid":
             chain = ChainDrafter(head(kind), target, draft_len, slots=slots)
             return HybridDrafter(chain, lookup(draft_len, 3, 0), slots=slots, device=target.device)

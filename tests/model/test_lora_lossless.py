@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchspec.cache.pages import prefix_hashes
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.none import NoDrafter
@@ -36,7 +37,7 @@ from batchspec.model.weights import DummyWeights
 from batchspec.packing.order import order_requests
 from batchspec.packing.survey import PREFIX_TOKENS, Survey
 from batchspec.records import Request
-from tests.engine.test_lossless import SAMPLINGS, lookup, parallel_head, pard_model, requests_of_a_job
+from tests.engine.test_lossless import SAMPLINGS, block_head, lookup, parallel_head, pard_model, requests_of_a_job
 from tests.helpers.engines import DEVICE, VOCAB, decode, make_engine, packed, plain_tokens, request, tiny_spec
 from tests.helpers.row_lengths import LENGTHS
 
@@ -114,6 +115,8 @@ def drafter_of(kind: str, draft_len: int, slots: int) -> Drafter:
             return ChainDrafter(head, target, draft_len, slots=slots)
         case "parallel":
             return ParallelDrafter(head, target, draft_len, slots=slots)
+        case "block":
+            return BlockDrafter(block_head(), target, draft_len, slots=slots)
         case "hybrid":
             return HybridDrafter(ChainDrafter(head, target, draft_len, slots=slots), lookup(draft_len, 3, 0), slots=slots,
                                  device=DEVICE)
@@ -123,7 +126,7 @@ def drafter_of(kind: str, draft_len: int, slots: int) -> Drafter:
             )
 
 
-KINDS = ("none", "lookup", "window", "pard", "chain", "parallel", "hybrid", "tree")
+KINDS = ("none", "lookup", "window", "pard", "chain", "parallel", "block", "hybrid", "tree")
 
 
 def check(requests: list[Request], kind: str, data: st.DataObject) -> None:

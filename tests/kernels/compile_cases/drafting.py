@@ -46,6 +46,19 @@ case("update_acceptance_kernel", "select_drafts", 4, tokens=PI32, num_tokens=PI3
      lookup_ids=PI32, lookup_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, lookup_prior=PF32, head_counts=PF32,
      lookup_counts=PF32, totals=PI64, num_rows=I32, token_stride=I32, head_stride=I32, lookup_stride=I32, head_width=I32,
      width=I32, num_match_lens=I32, memory="fp32", LANES=8, MATCH_LENS=16, BLOCK=64)
+for _width in (1, 5, 16):
+    case(f"prepare_block_draft_inputs_kernel S={_width}", "prepare_block_draft_inputs", 1, tokens=PI32, num_tokens=PI32,
+         limit=PI32, live=PI32, page_table=PI32, out_ids=PI32, out_positions=PI64, out_slot_mapping=PI64, out_start=PI32,
+         out_kv_len=PI32, out_seen=PI64, out_draft_len=PI32, mask_id=I32, draft_len=I32, token_stride=I32, max_pages=I32,
+         WIDTH=_width, LANES={1: 1, 5: 8, 16: 16}[_width], PAGE_SIZE=16)
+for _dtype, _map_ids, _heat, _state, _token, _sure in (
+    ("bf16", None, None, None, None, None), ("bf16", PI32, PF32, PF32, PF32, PI32), ("fp32", PI32, None, PF32, None, PI32),
+    ("bf16", None, PF32, None, None, PI32),
+):
+    case(f"walk_candidates_kernel {_dtype} map {_map_ids}, temperature {_heat}, confidence {_state} {_token} {_sure}",
+         "walk_candidates", 4, scores=PF32, ids=PI64, prev=PI32, w1=f"*{_dtype}", w2=f"*{_dtype}", map_ids=_map_ids,
+         temperature=_heat, sure_of_state=_state, sure_of_token=_token, out_ids=PI32, out_confidence=_sure, num_steps=I32,
+         out_stride=I32, confidence_stride=I32, prev_stride=I32, RANK=256, LANES=256, COUNT=16, CANDIDATES=16)
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
     for _positions in (None, PI64):

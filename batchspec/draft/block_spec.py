@@ -1,0 +1,270 @@
+"""Reads config.json of a published DFlash or DSpark head into a BlockSpec. Tensors say which parts a head has; the name of its
+architecture, which programs use for different networks, says nothing.
+
+flat          z-lab's DFlash (dflash_config), DeepSpec's DSpark and DFlash (keys at the top), dspark_config
+speculators   vLLM's speculators: the decoder's shape under `transformer_layer_config`
+Source: z-lab/dflash model.py, deepseek-ai/DeepSpec modeling/dspark, speculators 0.9.0 models/dflash and models/dspark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, shown
+from batchspec.checkpoint.files import StoredTensor
+from batchspec.console.text import quoted
+from batchspec.draft.formats import OTHER_TARGET, layer_windows, read_mask_token
+from batchspec.draft.layouts import FAMILIES, HARMLESS, LAYER_DEFAULTS, MASK_KEYS, SHAPE_KEYS
+from batchspec.errors import CheckpointError
+from batchspec.model.families.base import read_heads
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.spec import ModelSpec
+
+MOST_QUERIES = 64
+"""Most queries of a block: masks of attention have 64 bits."""
+MARKOV, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+
+_RANGES = {
+    "block_size": (2, MOST_QUERIES), "target_layer_ids": (-1, 4096), "aux_hidden_state_layer_ids": (0, 4096),
+    "num_target_layers": (1, 4096), "markov_rank": (0, 2**16), "num_anchors": (1, 2**31 - 1),
+}
+_NESTED = ("dflash_config", "dspark_config")
+_OF_BLOCKS = frozenset((
+    *_RANGES, *_NESTED, *MASK_KEYS, "architectures", "sample_from_anchor", "sliding_window_non_causal", "is_causal", "causal",
+    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "truncated_vocab_size",
+    "target_hidden_size", "speculators_model_type", "transformer_layer_config",
+))
+_NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0}
+"""Keys of which one value is supported, that which changes nothing."""
+_UNSUPPORTED = {
+    "markov_head.gate_proj.": "a gated Markov head", "markov_head.joint_proj.": "a Markov head with a recurrent state",
+    "attention_conv.": "convolutions within the block (DFlash2)", "mlp_conv.": "convolutions within the block (DFlash2)",
+    "candidate_selector.": "a candidate selector (DFlash2)", "selector.": "a candidate selector (DFlash2)",
+    "hc_": "DeepSeek-V4's layers",
+}
+"""Parts of tensors' names -> what they are."""
+_ANOTHER = "draft.path must be a DFlash or DSpark head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """The shape of a head that drafts a block, and how it computes; a `HeadShape`."""
+
+    hidden_size: int
+    """That of the target too."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    """The target's."""
+    draft_vocab_size: int
+    """Number of tokens that it can draft; vocab_size means all."""
+    aux_layer_ids: tuple[int, ...]
+    """Boundaries 0..L of the target's residual stream that it reads, in the order in which they are concatenated."""
+    rms_eps: float
+    rope: RopeSpec
+    windows: tuple[int | None, ...]
+    """[num_layers] maximum number of keys that a query of the layer attends to, itself included; None: all."""
+    causal: tuple[bool, ...]
+    """[num_layers] whether a query of the layer attends to no later query of the block."""
+    windows_at_anchor: bool
+    """Whether all queries of a block read the keys that are in the window of the first one, which `windows` then is of."""
+    block_size: int
+    """Number of queries of a block in training."""
+    from_anchor: bool
+    """Whether the query of the newest token, the anchor, drafts the token after it, and so on: N queries draft N tokens. False:
+    each mask drafts the token at its own position, so 1 + N queries draft N."""
+    mask_token_id: int
+    markov_rank: int = 0
+    """Rank of the bias that the token before a draft adds to its logits; 0: none."""
+    confidence: Literal["none", "hidden", "markov"] = "none"
+    """What its estimate of being accepted reads: the state, or also the token before."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    qk_norm: bool = True
+    own_embedding: bool = False
+    """Whether it has its own embedding; False: it uses the target's."""
+    own_head: bool = False
+    """Whether it has its own lm_head; False: it uses the target's."""
+    mapped: bool = False
+    """Whether it has d2t, so that draft ids differ from target ids."""
+
+    @property
+    def feed_normed(self) -> bool:
+        return False
+
+    @property
+    def most_drafts(self) -> int:
+        """The largest K that it was trained for."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    def queries(self, draft_len: int) -> int:
+        """Number of queries of a block that drafts so many tokens."""
+        return draft_len if self.from_anchor else draft_len + 1
+
+
+def read_block(folder: Path, stored: Mapping[str, StoredTensor], target: ModelSpec, *, aux_layers: str = "auto") -> BlockSpec:
+    """Read config.json of a head's folder, for this target.
+
+    stored      the head's tensors by normalised name (`block_head.normalised`)
+    aux_layers  meaning of the config's layer ids. input: the input of layer i; output: the output of layer i; auto: the latter
+                for target_layer_ids, the former for aux_hidden_state_layer_ids
+    Raises CheckpointError for a folder without such a head, a head of another target, and what is not supported.
+    """
+    path = folder / "config.json"
+    if not has_file(path):
+        raise CheckpointError(f"{shown(folder)}: no config.json; {_ANOTHER}")
+    config = ConfigReader(read_json(path), shown(path)).ranged(_RANGES)
+    _refuse_tensors(config, stored)
+    given = [key for key in _NESTED if config.given(key)]
+    own = config.part(given[0]).ranged(_RANGES).over(config) if given else config
+    speculators = config.given("transformer_layer_config")
+    shape = config.part("transformer_layer_config") if speculators else config
+    family = shape.text("model_type", "qwen3")
+    if family not in FAMILIES:
+        raise config.refusal(f"model_type {quoted(family)} of the head is not supported; supported are {', '.join(FAMILIES)}")
+    if speculators:
+        shape = shape.filled(LAYER_DEFAULTS.get(family, {}))
+    _refuse_keys(config, shape, own)
+    spec = _spec_of(own, shape, stored, target, family=family, speculators=speculators, aux_layers=aux_layers)
+    _check(spec, own, target)
+    return spec
+
+
+def _refuse_tensors(config: ConfigReader, stored: Mapping[str, StoredTensor]) -> None:
+    for part, what in _UNSUPPORTED.items():
+        if found := next((name for name in stored if name.startswith(part) or f".{part}" in name), None):
+            raise config.refusal(
+                f"{found}: {what}, which is not supported; use a DFlash head, or a DSpark head with a plain Markov head"
+            )
+    if "hidden_norm.weight" not in stored or "fc.weight" not in stored:
+        raise config.refusal(f"the weights have no fc and hidden_norm; {_ANOTHER} (draft=eagle3 is for EAGLE-3 heads)")
+
+
+def _refuse_keys(config: ConfigReader, shape: ConfigReader, own: ConfigReader) -> None:
+    of_head, of_layers = _OF_BLOCKS | _NEUTRAL.keys() | HARMLESS, SHAPE_KEYS | HARMLESS
+    nested = [config.part(key) for key in _NESTED if config.given(key)]
+    flat = shape is config
+    parts = [(config, of_head | of_layers if flat else of_head), *([] if flat else [(shape, of_layers)])]
+    parts += [(part, of_head) for part in nested]
+    found = [
+        part.shown(key) for part, known in parts for key in part if key not in known and part.differs(key, None, False, [], {})
+    ]
+    if shape.text("hidden_act", "silu") not in ("silu", "swish"):
+        found.append(shape.shown("hidden_act"))
+    found += [own.shown(key) for key, value in _NEUTRAL.items() if own.differs(key, None, value)]
+    if own.text("markov_head_type", "vanilla") != "vanilla":
+        found.append(own.shown("markov_head_type"))
+    if found:
+        raise config.refusal(
+            f"not known to draft=block: {', '.join(found)}; remove a key from config.json if it changes no computation"
+        )
+
+
+def _spec_of(
+    own: ConfigReader, shape: ConfigReader, stored: Mapping[str, StoredTensor], target: ModelSpec, *, family: str,
+    speculators: bool, aux_layers: str,
+) -> BlockSpec:
+    num_layers, vocab_size = shape.integer("num_hidden_layers"), shape.integer("vocab_size")
+    num_kv_heads, head_dim = read_heads(shape)
+    draft_vocab = own.integer("draft_vocab_size", vocab_size)
+    hidden_size, mask = shape.integer("hidden_size"), read_mask_token(own, vocab_size)
+    if mask is None:
+        raise own.refusal(f"no id of the mask token; add one of {', '.join(MASK_KEYS)}")
+    rank = stored[MARKOV].shape[-1] if MARKOV in stored else 0
+    own_head = "lm_head.weight" in stored or draft_vocab != vocab_size
+    windows = layer_windows(shape, family, num_layers)
+    deepspec = rank > 0 or own.given("num_anchors") or own.given("markov_rank")
+
+    def has(part: str) -> bool:
+        return any(name.endswith(part) for name in stored)
+
+    return BlockSpec(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=shape.integer("num_attention_heads"),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=shape.integer("intermediate_size"),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab,
+        aux_layer_ids=_boundaries(own, target, aux_layers),
+        rms_eps=shape.filled({"rms_norm_eps": 1e-6}).number("rms_norm_eps"),
+        rope=read_rope(shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None),
+        # Masks of speculators let all queries of a block read the `sliding_window` keys before it (models/dflash/attention.py).
+        windows=tuple(window if window is None or not speculators else window + 1 for window in windows),
+        causal=_causal(own, windows, speculators=speculators),
+        windows_at_anchor=speculators,
+        block_size=own.integer("block_size", 8 if speculators else 16),
+        from_anchor=own.flag("sample_from_anchor", deepspec),
+        mask_token_id=mask,
+        markov_rank=rank,
+        confidence=_confidence(stored, hidden_size),
+        qkv_bias=has("self_attn.q_proj.bias"),
+        o_bias=has("self_attn.o_proj.bias"),
+        mlp_bias=has("mlp.gate_proj.bias"),
+        fc_bias="fc.bias" in stored,
+        qk_norm=has("self_attn.q_norm.weight"),
+        own_embedding="embed_tokens.weight" in stored,
+        own_head=own_head,
+        mapped=own_head and ("d2t" in stored or draft_vocab != vocab_size),
+    )
+
+
+def _confidence(stored: Mapping[str, StoredTensor], hidden_size: int) -> Literal["none", "hidden", "markov"]:
+    if CONFIDENCE not in stored:
+        return "none"
+    return "hidden" if stored[CONFIDENCE].shape[-1] == hidden_size or MARKOV not in stored else "markov"
+
+
+def _causal(own: ConfigReader, windows: tuple[int | None, ...], *, speculators: bool) -> tuple[bool, ...]:
+    """Layers with a window are causal and others are not, unless a key says otherwise."""
+    if speculators:
+        narrow = not own.flag("sliding_window_non_causal")
+        return tuple(window is not None and narrow for window in windows)
+    said = [own.flag(key) for key in ("is_causal", "causal") if own.given(key)]
+    return tuple(said[0] if said else window is not None for window in windows)
+
+
+def _boundaries(own: ConfigReader, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:
+    """z-lab and DeepSpec count layers whose output is read, and -1 is the embedding; speculators count boundaries."""
+    keys = [key for key in ("target_layer_ids", "aux_hidden_state_layer_ids") if own.given(key)]
+    if not keys:
+        raise own.refusal("neither target_layer_ids nor aux_hidden_state_layer_ids says which states it reads; add one of them")
+    after = aux_layers == "output" or (aux_layers == "auto" and keys[0] == "target_layer_ids")
+    ids = own.integers(keys[0]) or ()
+    found = tuple(i + 1 for i in ids) if after else ids
+    if not found or len(set(found)) != len(found) or not all(0 <= tap <= target.num_layers for tap in found):
+        raise own.refusal(
+            f"reads the target's layers {list(found)} ({own.shown(keys[0])}, draft.aux_layers={aux_layers}); they must differ "
+            f"and lie in 0 .. {target.num_layers}"
+        )
+    return found
+
+
+def _check(head: BlockSpec, own: ConfigReader, target: ModelSpec) -> None:
+    layers = own.integer("num_target_layers", target.num_layers)
+    for name, value, wanted in (
+        ("vocab_size", head.vocab_size, target.vocab_size), ("hidden_size", head.hidden_size, target.hidden_size),
+        ("target_hidden_size", own.integer("target_hidden_size", head.hidden_size), target.hidden_size),
+        ("num_target_layers", layers, target.num_layers),
+    ):
+        if value != wanted:
+            raise own.refusal(f"{name} {value}, the target's {wanted}: {OTHER_TARGET}")
+    if head.draft_vocab_size > head.vocab_size:
+        raise own.refusal(f"draft_vocab_size {head.draft_vocab_size} exceeds vocab_size {head.vocab_size}; lower it")
+    narrowest = min((window for window in head.windows if window is not None), default=head.block_size)
+    if narrowest < head.block_size:
+        raise own.refusal(f"sliding_window below block_size {head.block_size} is not supported")
+    if own.integer("markov_rank", head.markov_rank) != head.markov_rank:
+        raise own.refusal(f"{own.shown('markov_rank')}, but the Markov matrices have rank {head.markov_rank}; correct it")
+    if own.flag("enable_confidence_head") and head.confidence == "none":
+        raise own.refusal("enable_confidence_head true, but the weights have no confidence_head; set it false")

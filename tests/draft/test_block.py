@@ -1,0 +1,180 @@
+"""Drafts of a block through the engine against their definition (tests/helpers/block_heads.py), in fp64, where both agree
+exactly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.cache.pages import KVCache
+from batchspec.checkpoint.files import LocalFiles
+from batchspec.draft.block import BlockDrafter
+from batchspec.draft.block_head import BlockWeights, load_block, open_block
+from batchspec.records import SamplingParams
+from tests.helpers.block_heads import LAYOUTS, BlockDesign, Tensors, random_block, reference_block, write_block
+from tests.helpers.drafting import TARGET, expected_tokens, mixed_requests, run, synthetic
+from tests.helpers.engines import DEVICE, VOCAB, packed
+
+MASK = 17
+Seen = list[tuple[tuple[int, ...], int, list[int], list[int]]]
+"""A row's tokens, its room (limit - num_tokens), its drafts, and the confidence in each."""
+
+
+def design_of(**changes: Any) -> BlockDesign:
+    usual: dict[str, Any] = {"hidden": TARGET().spec.hidden_size, "vocab": VOCAB, "taps": (0, 2), "mask_id": MASK}
+    return BlockDesign(**usual | changes)
+
+
+class Recorded(BlockDrafter):
+    """Keeps what it proposed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: Seen = []
+
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        super().propose(rows, draft_ids, draft_len, cache)
+        width = draft_ids.shape[1]
+        assert draft_len.tolist() == [width if alive else 0 for alive in rows.live.tolist()]
+        for slot in rows.live.nonzero().flatten().tolist():
+            count = int(rows.num_tokens[slot])
+            sure = [0] * width if self.confidence is None else self.confidence[slot, :width].tolist()
+            room = int(rows.limit[slot]) - count
+            self.seen.append((tuple(rows.tokens[slot, :count].tolist()), room, draft_ids[slot].tolist(), sure))
+
+
+def loaded(folder: Path, design: BlockDesign, tensors: Tensors, **written: Any) -> BlockWeights:
+    write_block(folder, design, tensors, **written)
+    target = TARGET()
+    spec = open_block(LocalFiles(folder), target.spec)
+    return load_block(folder, spec, dtype=target.dtype, device=DEVICE)
+
+
+def drafted(
+    head: BlockWeights, draft_len: int, *, slots: int = 3, kind: type[Recorded] = Recorded, **options: Any
+) -> Seen:
+    """What the head proposes in a job with scarce pages whose drafts are accepted by chance."""
+    drafter = kind(head, TARGET(), draft_len, slots=slots, **options)
+    batch = packed(slots, num_verified=draft_len, prefill_tokens=7, num_pages=60, max_len=40)
+    _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(draft_len))
+    assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
+    assert len(drafter.seen) > 5
+    return drafter.seen
+
+
+def check(seen: Seen, design: BlockDesign, tensors: Tensors, **options: Any) -> None:
+    for prefix, room, drafts, _ in seen:
+        expected, _ = reference_block(design, tensors, TARGET(), prefix, len(drafts), room, **options)
+        assert drafts[: room - 1] == expected[: room - 1]
+
+
+DESIGNS: dict[str, dict[str, Any]] = {
+    "one layer": {"layers": 1, "windows": (None,)},
+    "masks at the drafts": {"from_anchor": False},
+    "masks at the drafts, Markov": {"from_anchor": False, "rank": 3},
+    "Markov": {"rank": 5},
+    "Markov, fewer words": {"rank": 5, "draft_vocab": 23},
+    "fewer words than candidates": {"rank": 4, "draft_vocab": 9},
+    "fewer words": {"draft_vocab": 12, "from_anchor": False},
+    "causal": {"causal": True},
+    "a causal window": {"windows": (8, None)},
+    "a window that is not causal": {"windows": (None, 9), "causal": False, "rank": 3},
+    "biases": {"attention_bias": True, "mlp_bias": True, "rank": 2},
+    "own embedding": {"own_embedding": True},
+    "one state": {"taps": (1,), "heads": 2, "kv_heads": 1, "head_dim": 4},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DESIGNS)
+def test_drafts_are_those_of_the_definition(name: str, layout: str, tmp_path: Path) -> None:
+    if DESIGNS[name].get("causal") and layout == "speculators":
+        pytest.skip("its layers without a window are never causal")
+    design = design_of(layout=layout, **DESIGNS[name])
+    tensors = random_block(design, seed=7)
+    draft_len = 2 + len(name) % 5
+    seen = drafted(loaded(tmp_path, design, tensors), draft_len)
+    check(seen, design, tensors)
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_the_wrong_block_layout_drafts_other_tokens(from_anchor: bool, tmp_path: Path) -> None:
+    """The same weights run with either: what tells them apart must be read."""
+    design = design_of(from_anchor=not from_anchor, rank=3)
+    tensors = random_block(design, seed=7)
+    head = loaded(tmp_path, design, tensors)
+    wrong = BlockWeights(replace(head.spec, from_anchor=from_anchor), head.tensors, head.map_ids)
+    seen = drafted(wrong, 4)
+    with pytest.raises(AssertionError):
+        check(seen, design, tensors)
+
+
+@pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 2), (100, 3)])
+def test_a_window_and_a_sink_narrow_what_the_head_reads(window: int, sink: int, tmp_path: Path) -> None:
+    design = design_of(rank=3)
+    tensors = random_block(design, seed=7)
+    seen = drafted(loaded(tmp_path, design, tensors), 3, window=window, sink=sink)
+    check(seen, design, tensors, window=window, sink=sink)
+
+
+class Shorter(Recorded):
+    """Proposes two drafts for each row before every round, besides its own."""
+
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        super().propose(rows, draft_ids[:, :2].contiguous(), draft_len.clone(), cache)
+        super().propose(rows, draft_ids, draft_len, cache)
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_a_round_may_ask_for_a_shorter_block(from_anchor: bool, tmp_path: Path) -> None:
+    design = design_of(rank=3, from_anchor=from_anchor)
+    tensors = random_block(design, seed=7)
+    seen = drafted(loaded(tmp_path, design, tensors), 5, kind=Shorter)
+    assert {len(drafts) for _, _, drafts, _ in seen} == {2, 5}
+    check(seen, design, tensors)
+
+
+@pytest.mark.parametrize("confidence", ["hidden", "markov"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_confidence_head_says_how_sure_each_draft_is(confidence: str, rank: int, tmp_path: Path) -> None:
+    if confidence == "markov" and not rank:
+        pytest.skip("it reads the Markov matrix")
+    design = design_of(rank=rank, confidence=confidence)
+    tensors = random_block(design, seed=7)
+    drafter = Recorded(loaded(tmp_path, design, tensors), TARGET(), 4, slots=3)
+    drafter.confidence = torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
+    batch = packed(3, num_verified=4, num_pages=60, max_len=40)
+    run(mixed_requests(), batch, drafter)
+    assert len({sure for *_, each in drafter.seen for sure in each}) > 5
+    for prefix, room, drafts, sure in drafter.seen:
+        expected, odds = reference_block(design, tensors, TARGET(), prefix, 4, room)
+        assert drafts[: room - 1] == expected[: room - 1]
+        bins = [min(31, max(0, math.floor(4 * (x + 3)))) for x in odds]
+        assert sure[: room - 1] == bins[: room - 1]
+
+
+def test_sampled_rows_draw_what_they_draw_without_drafts(tmp_path: Path) -> None:
+    design = design_of(rank=3)
+    tensors = random_block(design, seed=7)
+    requests = mixed_requests(sampling=SamplingParams(temperature=0.8, top_p=0.9))
+    drafter = Recorded(loaded(tmp_path, design, tensors), TARGET(), 4, slots=3)
+    tokens, _, _ = run(requests, packed(3, num_verified=4, num_pages=60, max_len=40), drafter)
+    assert tokens == expected_tokens(requests)
+
+
+@pytest.mark.parametrize("draft_len", [1, 2])
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_one_draft_of_sampled_rows_with_filters(from_anchor: bool, draft_len: int, tmp_path: Path) -> None:
+    design = design_of(from_anchor=from_anchor)
+    head = loaded(tmp_path, design, random_block(design))
+    requests = mixed_requests(sampling=SamplingParams(temperature=0.8, top_k=7, top_p=0.9))
+    drafter = Recorded(head, TARGET(), draft_len, slots=2)
+    tokens, _, _ = run(requests, packed(2, num_verified=draft_len, max_len=40), drafter)
+    assert tokens == expected_tokens(requests)
