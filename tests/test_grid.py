@@ -360,8 +360,11 @@ def test_two_ranks_write_what_one_process_does(family: str, monkeypatch: pytest.
 
     def on_rank(ranks: Collectives) -> dict[str, list[int]]:
         target = part_of(model.spec, ranks, Loud)
-        drafts = place // 2 % 2
-        drafter = ChainDrafter(head, target, K, slots=SLOTS) if drafts else LookupDrafter(K, min_ngram=1, max_ngram=2)
+        drafters: tuple[Callable[[], Drafter], ...] = (
+            lambda: LookupDrafter(K, min_ngram=1, max_ngram=2), lambda: ChainDrafter(head, target, K, slots=SLOTS),
+            lambda: BlockDrafter(block_of(model), target, K, slots=SLOTS),
+        )
+        drafter = drafters[place // 2 % 3]()
         batch = packed(SLOTS, num_verified=K)
         return {one.request_id: ids_of(one) for one in make_engine(target, drafter, batch, device=DEVICE).run(iter(requests))}
 

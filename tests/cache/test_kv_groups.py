@@ -21,6 +21,7 @@ from batchspec.cache.groups import KVGroups
 from batchspec.cache.page_tables import PagePools, RowPages
 from batchspec.cache.pages import SCRATCH_PAGE, KVCache, prefix_hashes
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -36,6 +37,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
 from tests.helpers.attentions import windows
+from tests.helpers.block_heads import tiny_block
 from tests.helpers.drafting import synthetic
 from tests.helpers.engines import (
     DEVICE,
@@ -102,6 +104,10 @@ class _Parallel(Recorded, ParallelDrafter):
     pass
 
 
+class _Block(Recorded, BlockDrafter):
+    pass
+
+
 class _Lookup(Recorded, LookupDrafter):
     pass
 
@@ -123,6 +129,9 @@ def make_drafter(name: str, target: Target, folder: Path, slots: int) -> Drafter
     if name == "window":
         return _Window(target, 3, slots=slots, window=5, sink=2)
     narrow = {"window": 5} if "with a window" in name else {}
+    if "block" in name:  # of its layers one is causal
+        kind: dict[str, Any] = {"windows": (9, 10), "windows_at_anchor": "speculators" in name}
+        return _Block(tiny_block(target.spec, **kind if "own windows" in name else {}), target, 4, slots=slots, **narrow)
     design = tiny_design(target.spec, draft_vocab=VOCAB, **({"mask_id": 3} if "parallel" in name else {}))
     write_head(folder, design, random_tensors(design, seed=5))
     head = load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
@@ -195,7 +204,10 @@ def test_e4m3_keys_give_the_tokens_of_plain_decoding_over_e4m3_keys(
     assert [LayerKV.of(layer).layout.fp8 for layer in engine.executor.cache.layers] == [True, True] + [False] * num_drafts
 
 
-DRAFTERS = ["lookup", "window", "chain", "chain with a window", "parallel", "tree", "tree with a window"]
+DRAFTERS = [
+    "lookup", "window", "chain", "chain with a window", "parallel", "tree", "tree with a window", "block", "block with a window",
+    "block with own windows", "block with own windows of speculators",
+]
 
 
 @pytest.mark.parametrize(("name", "windows"), covering(DRAFTERS, [SLIDING, MIXED]))

@@ -8,19 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from torch import Tensor
 
+from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.draft.block import BlockDrafter
 from batchspec.draft.block_head import BlockWeights, load_block, open_block
+from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.records import SamplingParams
 from tests.helpers.block_heads import LAYOUTS, BlockDesign, Tensors, random_block, reference_block, write_block
 from tests.helpers.drafting import TARGET, expected_tokens, mixed_requests, run, synthetic
 from tests.helpers.engines import DEVICE, VOCAB, packed
+from tests.helpers.models import make_checkpoint
 
 MASK = 17
 Seen = list[tuple[tuple[int, ...], int, list[int], list[int]]]
@@ -160,13 +164,25 @@ def test_the_confidence_head_says_how_sure_each_draft_is(confidence: str, rank: 
         assert sure[: room - 1] == bins[: room - 1]
 
 
-def test_sampled_rows_draw_what_they_draw_without_drafts(tmp_path: Path) -> None:
-    design = design_of(rank=3)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_sampled_rows_draft_with_the_noise_of_the_targets_draws(rank: int, tmp_path: Path) -> None:
+    """The bias of the token before is divided by the temperature too, which the noise is not."""
+    design = design_of(rank=rank, draft_vocab=23)
     tensors = random_block(design, seed=7)
-    requests = mixed_requests(sampling=SamplingParams(temperature=0.8, top_p=0.9))
+    requests = mixed_requests(sampling=SamplingParams(temperature=0.7))
     drafter = Recorded(loaded(tmp_path, design, tensors), TARGET(), 4, slots=3)
     tokens, _, _ = run(requests, packed(3, num_verified=4, num_pages=60, max_len=40), drafter)
     assert tokens == expected_tokens(requests)
+    seeds = {tuple(one.prompt_ids.tolist()): one.seed for one in requests}
+    assert len(drafter.seen) > 5
+    for prefix, room, drafts, _ in drafter.seen:
+        seed = next(seed for prompt, seed in seeds.items() if prefix[: len(prompt)] == prompt)
+
+        def noise(position: int, seed: int = seed) -> Tensor:
+            return gumbel_reference(torch.tensor([seed]), torch.tensor([position]), VOCAB)[0].double()
+
+        expected, _ = reference_block(design, tensors, TARGET(), prefix, 4, room, temperature=0.7, noise=noise)
+        assert drafts[: room - 1] == expected[: room - 1]
 
 
 @pytest.mark.parametrize("draft_len", [1, 2])
@@ -178,3 +194,45 @@ def test_one_draft_of_sampled_rows_with_filters(from_anchor: bool, draft_len: in
     drafter = Recorded(head, TARGET(), draft_len, slots=2)
     tokens, _, _ = run(requests, packed(2, num_verified=draft_len, max_len=40), drafter)
     assert tokens == expected_tokens(requests)
+
+
+@pytest.mark.second
+def test_a_whole_job_drafts_blocks_and_gives_the_tokens_of_one_without(tmp_path: Path) -> None:
+    """Heads with and without Markov matrices, in two layouts, sampled rows too."""
+    make_checkpoint(tmp_path / "model", "llama", vocab=97, hidden_size=32, intermediate_size=48)
+    pl.DataFrame({"id": [f"{i}" for i in range(6)], "prompt_ids": [[3 + i, 5, 8] for i in range(6)]}).write_parquet(
+        tmp_path / "p.parquet"
+    )
+    design = BlockDesign(hidden=32, vocab=97, taps=(0, 2), mask_id=96, rank=4, confidence="markov", draft_vocab=60)
+    write_block(tmp_path / "heads" / "markov", design, random_block(design))
+    plain = replace(design, rank=0, confidence="", draft_vocab=None, from_anchor=False, layout="speculators", windows=(9, None))
+    write_block(tmp_path / "heads" / "plain", plain, random_block(plain))
+    words = [
+        "+job=reasoning_8k", f"model.path={tmp_path}/model", "model.max_len=64", f"input.path={tmp_path}/p.parquet",
+        "decode.max_new_tokens=20", "decode.seed=3", "device=cpu",
+    ]
+    found = []
+    for name, draft in (
+        ("none", ["draft=none"]), ("markov", ["draft=block", f"draft.path={tmp_path}/heads/markov"]),
+        (
+            "plain",
+            ["draft=block", f"draft.path={tmp_path}/heads/plain", "draft.num_speculative_tokens=7", "draft.cache_dtype=fp8"],
+        ),
+    ):
+        assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0
+        found.append(pl.read_parquet(tmp_path / name / "data" / "*.parquet").sort("row_index"))
+        assert found[0]["token_ids"].equals(found[-1]["token_ids"])
+    for one in found[1:]:
+        assert one["spec_decode"].struct.field("drafter").unique().to_list() == ["block"]
+        assert one["spec_decode"].struct.field("num_draft_tokens").sum() > 20
+
+
+def test_a_head_of_another_model_is_refused_before_the_job_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "model", "llama", vocab=97, hidden_size=32, intermediate_size=48)
+    pl.DataFrame({"prompt_ids": [[3, 5, 8]]}).write_parquet(tmp_path / "p.parquet")
+    design = BlockDesign(hidden=32, vocab=90, taps=(0, 2), mask_id=89)
+    write_block(tmp_path / "head", design, random_block(design))
+    words = ["+job=reasoning_8k", f"model.path={tmp_path}/model", f"input.path={tmp_path}/p.parquet", "draft=block"]
+    assert job_run.main([*words, f"draft.path={tmp_path}/head", f"output.dir={tmp_path}/out", "device=cpu"]) == 2
+    assert "vocab_size 90, the target's 97: a head of another target" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()

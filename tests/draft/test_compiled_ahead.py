@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchspec.batch.device_batch import SLOT_FIELDS
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.mtp_head import MtpShape, dummy_mtp
@@ -36,6 +37,7 @@ from batchspec.model.layers.base import NormForm
 from batchspec.model.quant import plain
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
+from tests.helpers.block_heads import tiny_block
 from tests.helpers.engines import make_engine, packed
 from tests.helpers.int4_layouts import of_gptq
 from tests.helpers.latents import latent_spec
@@ -96,6 +98,8 @@ def drafter_of(name: str, target: Target) -> Drafter:
         case "mtp":
             shape = MtpShape.of(target.spec, mtp_of(target.spec, NormForm(offset=1.0, wide=True)))
             return ChainDrafter(dummy_mtp(shape, dtype=target.dtype, device=CPU), target, 3, slots=2)
+        case "block":
+            return BlockDrafter(tiny_block(target.spec, dtype=target.dtype, device=CPU), target, 3, slots=2)
     head = dummy_head(dummy_spec(target.spec, draft_vocab_size=VOCAB), dtype=target.dtype, device=CPU)
     return ChainDrafter(head, target, 2, slots=2)
 
@@ -120,6 +124,8 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
         ("bf16, gpt_oss", "lookup", SAMPLED),
         ("fp8 blocks, qwen3_moe", "mtp", SAMPLED),
         ("int4, llama", "head", GREEDY),
+        ("int4, llama", "block", SAMPLED),
+        ("bf16, mixtral", "block", GREEDY),
         ("nvfp4, qwen3_moe", "head", SAMPLED),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import PagePool
 from batchspec.draft.base import Drafter
+from batchspec.draft.block import BlockDrafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.hybrid import HybridDrafter
@@ -37,6 +38,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
+from tests.helpers.block_heads import tiny_block
 from tests.helpers.engines import decode, make_engine, packed, request, share_always
 from tests.helpers.heads import distilled_tensors, random_tensors, tiny_design, write_head
 from tests.helpers.stand_ins import dense_spec
@@ -110,6 +112,13 @@ def pard(draft_len: int, slots: int, *, parallel: bool) -> Drafter:
     return PardDrafter(drafter, target("cuda").spec, draft_len, slots=slots, parallel=parallel)
 
 
+def block(draft_len: int, slots: int, *, own: Target | None = None, **options: Any) -> Drafter:
+    """A random head with Markov matrices; one of its layers has a causal window."""
+    own, narrow = own or target("cuda"), options.pop("narrow", {})
+    head = tiny_block(own.spec, dtype=own.dtype, device=own.device, **narrow)
+    return BlockDrafter(head, own, draft_len, slots=slots, **options)
+
+
 def requests(
     count: int, *, stops: bool = True, samplings: tuple[SamplingParams, ...] = SAMPLINGS, seed: int = 0, longest: int = 90
 ) -> list[Request]:
@@ -169,7 +178,10 @@ def hybrid(folder: Path, draft_len: int, slots: int) -> HybridDrafter:
     return HybridDrafter(head, lookup(draft_len), slots=slots, device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "pard", "pard chain", "eagle3", "eagle3 general", "hybrid", "tree", "large tree"])
+@pytest.mark.parametrize(
+    "name",
+    [*PLAIN, "pard", "pard chain", "block", "block, masks", "eagle3", "eagle3 general", "hybrid", "tree", "large tree"],
+)
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
@@ -181,6 +193,8 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_p
         "window": partial(WindowDrafter, target("cuda"), 3, slots=slots, window=12, sink=2),
         "pard": partial(pard, 4, slots, parallel=True),
         "pard chain": partial(pard, 3, slots, parallel=False),
+        "block": partial(block, 4, slots),
+        "block, masks": partial(block, 3, slots, narrow={"from_anchor": False, "confidence": "none"}, window=12, sink=2),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
         "tree": partial(eagle, tmp_path, "cuda", 3, slots, tree=TREE),

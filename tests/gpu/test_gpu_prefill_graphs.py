@@ -35,6 +35,7 @@ from tests.gpu.test_gpu_engine import (
     TREE,
     VOCAB,
     alone,
+    block,
     eagle,
     hybrid,
     pard,
@@ -75,7 +76,10 @@ def graphs_of(engine: Engine) -> PrefillGraphs:
 @pytest.mark.usefixtures("always", "at_once")
 @pytest.mark.parametrize(
     "name",
-    ["none", "lookup", "window", "pard", "pard chain", "eagle3", "eagle3 general", "eagle3 with a window", "hybrid", "tree"],
+    [
+        "none", "lookup", "window", "pard", "pard chain", "block", "eagle3", "eagle3 general", "eagle3 with a window", "hybrid",
+        "tree",
+    ],
 )
 def test_jobs_with_replayed_passes_have_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
     """In float32, where passes of rows of at most 64 tokens are replayed. All kinds of sampling, shared prefixes, preemption."""
@@ -86,6 +90,7 @@ def test_jobs_with_replayed_passes_have_the_tokens_of_one_row_at_a_time_on_the_c
         "window": partial(WindowDrafter, target("cuda"), 3, slots=slots, window=12, sink=2),
         "pard": partial(pard, 4, slots, parallel=True),
         "pard chain": partial(pard, 3, slots, parallel=False),
+        "block": partial(block, 4, slots),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, dead_positions=False),
         "eagle3 with a window": partial(eagle, tmp_path, "cuda", 3, slots, window=9),

@@ -6,7 +6,7 @@ The definition reads none of batchspec's head code: tensors by published names, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,10 +207,14 @@ def block_states(
 @torch.no_grad()
 def reference_block(
     design: BlockDesign, tensors: Tensors, target: Target, ids: Sequence[int], draft_len: int, room: int | None = None,
-    *, window: int | None = None, sink: int = 0, candidates: int = 16,
+    *, window: int | None = None, sink: int = 0, candidates: int = 16, temperature: float = 1.0,
+    noise: Callable[[int], Tensor] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Drafts after `ids`, and the log odds of the confidence head, if there is one. room: number of block positions that are
-    keys, if the row's end is near."""
+    """Drafts after `ids`, and the log odds of the confidence head, if there is one.
+
+    room   number of block positions that are keys, if the row's end is near
+    noise  position of a draft -> what is added to the logits, divided by the temperature, of all the target's tokens
+    """
     taps = target_taps(target, ids, design.taps).double()[:-1]
     queries = draft_len if design.from_anchor else draft_len + 1
     keys = queries if room is None else min(room, queries)
@@ -221,13 +225,13 @@ def reference_block(
     unit = torch.eye(design.hidden, dtype=target.dtype, device=target.device)
     own = target.logits(unit).T.cpu().double() if design.draft_vocab is None else tensors["lm_head.weight"]
     drafted = torch.arange(len(own)) + (0 if design.draft_vocab is None else tensors["d2t"])
-    before, found, odds = ids[-1], [], []
-    for state in states:
-        logits = own @ state
+    before, found, odds = ids[-1], list[int](), list[float]()
+    for k, state in enumerate(states):
+        logits = own @ state / temperature + (0 if noise is None else noise(len(ids) + k)[drafted])
         if design.rank:
             w1, w2 = (tensors[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
             best = logits.topk(min(candidates, len(logits))).indices
-            logits = torch.full_like(logits, -torch.inf).index_copy_(0, best, (logits + w2 @ w1[before])[best])
+            logits = torch.full_like(logits, -torch.inf).index_copy_(0, best, (logits + w2 @ w1[before] / temperature)[best])
         if design.confidence:
             read = torch.cat((state, w1[before])) if design.confidence == "markov" else state
             odds.append(float(F.linear(read, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])))
