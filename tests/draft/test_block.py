@@ -164,10 +164,10 @@ def test_the_confidence_head_says_how_sure_each_draft_is(confidence: str, rank: 
         assert sure[: room - 1] == bins[: room - 1]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_sampled_rows_draft_with_the_noise_of_the_targets_draws(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "from_anchor"), [(0, True), (0, False), (3, True), (3, False)])
+def test_sampled_rows_draft_with_the_noise_of_the_targets_draws(rank: int, from_anchor: bool, tmp_path: Path) -> None:
     """The bias of the token before is divided by the temperature too, which the noise is not."""
-    design = design_of(rank=rank, draft_vocab=23)
+    design = design_of(rank=rank, draft_vocab=23, from_anchor=from_anchor)
     tensors = random_block(design, seed=7)
     requests = mixed_requests(sampling=SamplingParams(temperature=0.7))
     drafter = Recorded(loaded(tmp_path, design, tensors), TARGET(), 4, slots=3)
