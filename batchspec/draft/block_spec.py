@@ -35,7 +35,7 @@ _RANGES = {
 _NESTED = ("dflash_config", "dspark_config")
 _OF_BLOCKS = frozenset((
     *_RANGES, *_NESTED, *MASK_KEYS, "architectures", "sample_from_anchor", "sliding_window_non_causal", "is_causal", "causal",
-    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "truncated_vocab_size",
+    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size",
     "target_hidden_size", "speculators_model_type", "transformer_layer_config",
 ))
 _NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0}
@@ -78,8 +78,8 @@ class BlockSpec:
     block_size: int
     """Number of queries of a block in training."""
     from_anchor: bool
-    """Whether the query of the newest token, the anchor, drafts the token after it, and so on: N queries draft N tokens. False:
-    each mask drafts the token at its own position, so 1 + N queries draft N."""
+    """Whether each query drafts the token after its position, the first that after the newest token, the anchor. False: each mask
+    drafts the token at its own position, so 1 + N queries draft N."""
     mask_token_id: int
     markov_rank: int = 0
     """Rank of the bias that the token before a draft adds to its logits; 0: none."""
@@ -91,9 +91,8 @@ class BlockSpec:
     fc_bias: bool = False
     qk_norm: bool = True
     own_embedding: bool = False
-    """Whether it has its own embedding; False: it uses the target's."""
     own_head: bool = False
-    """Whether it has its own lm_head; False: it uses the target's."""
+    """Whether it has its own embedding and lm_head; False: it uses the target's."""
     mapped: bool = False
     """Whether it has d2t, so that draft ids differ from target ids."""
 
@@ -179,9 +178,8 @@ def _spec_of(
     hidden_size, mask = shape.integer("hidden_size"), read_mask_token(own, vocab_size)
     if mask is None:
         raise own.refusal(f"no id of the mask token; add one of {', '.join(MASK_KEYS)}")
+    own_head, windows = "lm_head.weight" in stored or draft_vocab != vocab_size, layer_windows(shape, family, num_layers)
     rank = stored[MARKOV].shape[-1] if MARKOV in stored else 0
-    own_head = "lm_head.weight" in stored or draft_vocab != vocab_size
-    windows = layer_windows(shape, family, num_layers)
     deepspec = rank > 0 or own.given("num_anchors") or own.given("markov_rank")
 
     def has(part: str) -> bool:
@@ -201,7 +199,7 @@ def _spec_of(
         rope=read_rope(shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None),
         # Masks of speculators let all queries of a block read the `sliding_window` keys before it (models/dflash/attention.py).
         windows=tuple(window if window is None or not speculators else window + 1 for window in windows),
-        causal=_causal(own, windows, speculators=speculators),
+        causal=_causal(own, windows),
         windows_at_anchor=speculators,
         block_size=own.integer("block_size", 8 if speculators else 16),
         from_anchor=own.flag("sample_from_anchor", deepspec),
@@ -225,13 +223,10 @@ def _confidence(stored: Mapping[str, StoredTensor], hidden_size: int) -> Literal
     return "hidden" if stored[CONFIDENCE].shape[-1] == hidden_size or MARKOV not in stored else "markov"
 
 
-def _causal(own: ConfigReader, windows: tuple[int | None, ...], *, speculators: bool) -> tuple[bool, ...]:
+def _causal(own: ConfigReader, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
     """Layers with a window are causal and others are not, unless a key says otherwise."""
-    if speculators:
-        narrow = not own.flag("sliding_window_non_causal")
-        return tuple(window is not None and narrow for window in windows)
-    said = [own.flag(key) for key in ("is_causal", "causal") if own.given(key)]
-    return tuple(said[0] if said else window is not None for window in windows)
+    said, narrow = [own.flag(key) for key in ("is_causal", "causal") if own.given(key)], own.flag("sliding_window_non_causal")
+    return tuple(said[0] if said else window is not None and not narrow for window in windows)
 
 
 def _boundaries(own: ConfigReader, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:

@@ -71,7 +71,10 @@ def test_names_of_other_exports(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "causal"),
-    [({}, (True, False)), ({"is_causal": False}, (False, False)), ({"is_causal": True}, (True, True))],
+    [
+        ({}, (True, False)), ({"is_causal": False}, (False, False)), ({"is_causal": True}, (True, True)),
+        ({"sliding_window_non_causal": True}, (False, False)),
+    ],
 )
 def test_layers_with_a_window_are_causal_unless_a_key_says_otherwise(
     keys: dict[str, Any], causal: tuple[bool, ...], tmp_path: Path
