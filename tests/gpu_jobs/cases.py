@@ -280,7 +280,8 @@ def _shape(rng: Random, group: Group, entry_point: str) -> Keys:
 def _drafter(rng: Random, group: Group) -> Keys:
     model, exact = group.model, group.setting.dtype == "float64"
     is_dummy = group.setting.model == "dummy"
-    names = ["none", "lookup", "lookup", "eagle3", "eagle3", "eagle3", "hybrid", "parallel", "window", "window", "pard"]
+    names = ["none", "lookup", "lookup", "eagle3", "eagle3", "eagle3", "hybrid", "parallel", "block", "block", "window"]
+    names += ["window", "pard"]
     if is_dummy:
         names.remove("pard")
     names += ["tree"] * 2 if exact else []
@@ -296,6 +297,8 @@ def _drafter(rng: Random, group: Group) -> Keys:
         keys["draft.path"] = model.head
     if name == "parallel" and not is_dummy:
         keys["draft.path"] = model.parallel_head
+    if name == "block" and not is_dummy:
+        keys["draft.path"] = model.block_head
     if name == "mtp" and model.assistant is not None:
         keys["draft.path"] = model.assistant
     if name == "pard":
@@ -310,13 +313,13 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if name == "tree":
         keys["draft.num_speculative_tokens"] = rng.choice([2, 3, 5])
         keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([None, 4, 6])}
-    if name in ("eagle3", "hybrid", "parallel") or (name == "mtp" and model.assistant is None):
+    if name in ("eagle3", "hybrid", "parallel", "block") or (name == "mtp" and model.assistant is None):
         if rng.random() < 0.25:
             keys |= {"draft.window": rng.choice([3, 64]), "draft.sink_tokens": rng.choice([0, 4])}
         if rng.random() < 0.2 and not exact:
             keys["draft.cache_dtype"] = "fp8"
-        if rng.random() < 0.15:
+        if name != "block" and rng.random() < 0.15:
             keys["ablation.dead_positions"] = False
-    if name in ("eagle3", "hybrid", "parallel", "mtp", "window", "pard") and rng.random() < 0.2:
+    if name in ("eagle3", "hybrid", "parallel", "block", "mtp", "window", "pard") and rng.random() < 0.2:
         keys["draft.coupled"] = rng.choice([False, True])
     return keys

@@ -20,6 +20,7 @@ from batchspec.model.layers.kind import Use
 from batchspec.model.spec import load_spec
 from tests.heads import upcycle
 from tests.helpers.assistants import make_assistant
+from tests.helpers.block_heads import BlockDesign, random_block, write_block
 from tests.helpers.heads import random_tensors, tiny_design, write_head
 from tests.helpers.models import make_checkpoint, make_tokenizer, needed
 from tests.model.test_lora import make_adapter
@@ -173,6 +174,7 @@ class Model:
     """The same shape, other weights."""
     head: str
     parallel_head: str
+    block_head: str
     small: str
     """A model with the same tokenizer (draft=pard)."""
     adapters: tuple[str, ...]
@@ -198,6 +200,7 @@ def make_model(name: str, folder: Path) -> Model:
     key = name.replace(":", "-")
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
     head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
+    block = _once(folder, f"{_plain(name)}-block", lambda to: _block(base, to))
     spec = load_spec(base)
     small = base if spec.refuses("drafter") is None else _once(folder, "llama", lambda to: _tiny("llama", to))
     adapters: list[str] = []
@@ -208,7 +211,7 @@ def make_model(name: str, folder: Path) -> Model:
         assistant = str(_once(folder, f"{key}-assistant", lambda to: make_assistant(to, own, text={"hidden_size": 48})))
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
-        parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), assistant=assistant,
+        parallel_head=str(parallel), block_head=str(block), small=str(small), adapters=tuple(adapters), assistant=assistant,
         vocab=spec.vocab_size, is_smol=is_smol, has_mtp=spec.mtp is not None,
         refused=tuple(drafter for drafter, use in USES.items() if spec.refuses(use) is not None),
     )
@@ -259,6 +262,16 @@ def _head(model: Path, folder: Path, *, parallel: bool) -> None:
         mask_id=spec.vocab_size - 1 if parallel else None,
     )
     write_head(folder, design, random_tensors(design))
+
+
+def _block(model: Path, folder: Path) -> None:
+    """A random DSpark head with one causal window."""
+    spec = load_spec(model)
+    design = BlockDesign(
+        hidden=spec.hidden_size, vocab=spec.vocab_size, taps=(0, 2), mask_id=spec.vocab_size - 1, block=16, draft_vocab=64,
+        rank=8, confidence="markov", kv_heads=2, head_dim=32, inner=64, windows=(40, None),
+    )
+    write_block(folder, design, random_block(design))
 
 
 def _adapter(model: Path, name: str, folder: Path, *, seed: int) -> None:
