@@ -188,6 +188,8 @@ class ImagePiece:
     height: int
     width: int
     """Pixels after resizing."""
+    encoded_pixels: int = field(compare=False)
+    """Pixels before, height times width."""
     digest: bytes
     """16 bytes that determine its pixels."""
     source: bytes = field(repr=False, compare=False)

@@ -29,7 +29,8 @@ from batchspec.engine.prefill.passes import flat_batch
 from batchspec.engine.rounds.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
-from batchspec.images.pixels import Pixels
+from batchspec.images.decode import decode
+from batchspec.images.rule import Fit
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.prepare import Job, open_job, survey_first
 from batchspec.job.report.progress_bar import ProgressBar
@@ -208,7 +209,7 @@ def _rises(engine: Engine, request: Request, output: list[int]) -> Tensor:
     engine.pools.grow(pages, -(-count // PAGE_SIZE))
     rows.begin([0], [request], [output])
     if rows.images is not None:
-        rows.images.place(0, tuple(map(Pixels().of, request.images)))
+        rows.images.place(0, tuple(decode(one.source, Fit(one.height, one.width)) for one in request.images))
     rows.grant([(0, 0, pages.columns())])
     batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], PAGE_SIZE)
     hidden, _ = engine.executor.round.target.forward(batch, engine.executor.cache)

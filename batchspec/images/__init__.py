@@ -3,5 +3,6 @@
   header.py  size and format of an encoded image, without decoding it
   rule.py    preprocessor_config.json: the size to which an image is resized, its tokens, its digest
   decode.py  an encoded image as RGB of that size
-  pixels.py  decoded images of a run, in an LRU cache
+  prepared_images.py  pixels of rows that will enter their slots soon; decode_process.py: the processes that make them;
+             shared_blocks.py: the memory that they share
 """

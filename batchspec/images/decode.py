@@ -25,10 +25,10 @@ def decode(data: bytes, fit: Fit) -> Rgb:
     """Its first frame, uint8 [fit.height, fit.width, 3]. Raises BadImage for bytes that cannot be decoded."""
     header = read_header(data)  # by another Image object: Pillow caches the first EXIF that it finds
     with opened(data) as image:
-        turned = importlib.import_module("PIL.ImageOps").exif_transpose(image)
-        if (turned.height, turned.width) != (header.height, header.width):
+        importlib.import_module("PIL.ImageOps").exif_transpose(image, in_place=True)
+        if (image.height, image.width) != (header.height, header.width):
             raise BadImage("bad_image", "its EXIF orientation is stored after the pixels; rotate the image and save it again")
-        rgb = to_rgb(turned)
+        rgb = to_rgb(image)
         return np.asarray(rgb.resize((fit.width, fit.height), pillow().Resampling.BICUBIC))
 
 
@@ -40,7 +40,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         raise BadImage("bad_image", f"its pixels are numbers of 32 bits (mode {image.mode}), whose range is unknown; save 8 bits")
     if "A" not in image.getbands() and "a" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")  # the conversion of RGB would copy it
     image = image.convert("RGBA")
     white = pillow().new("RGBA", image.size, (255, 255, 255, 255))
     return pillow().alpha_composite(white, image).convert("RGB")  # type: ignore[no-any-return]

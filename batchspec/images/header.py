@@ -25,11 +25,11 @@ ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 
 
 class BadImage(OneLine, ValueError):
-    """Why an image cannot be used. `code` is that of the error row."""
+    """Why an image cannot be used. code: of the error row; retryable: another attempt may succeed."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.retryable = code, retryable
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def _piece(rule: ImageRule, data: bytes, begin: int, number: int) -> ImagePiece:
     rows, cols = rule.grid(fit)
     return ImagePiece(
         begin=begin, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
-        digest=rule.digest(data, fit), source=data,
+        encoded_pixels=header.height * header.width, digest=rule.digest(data, fit), source=data,
     )
 
 

@@ -6,6 +6,7 @@ child_process.py   starts Python programs that end with the run
 early_start.py     begins slow work while modules are imported
 first_signals.py   what signals do until signals.py is imported
 garbage.py         keeps Python's garbage collector away from modules and models
+limited_process.py processes with limits of CPU time and memory, for what comes from the input
 load_progress.py   whether loading a model makes progress
 local_files.py     opens regular files only
 machine.py         CPUs, cache folder and limits of this process

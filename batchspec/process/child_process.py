@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from batchspec.errors import CapacityError
@@ -76,17 +76,18 @@ def import_paths() -> list[str]:
     return [os.path.abspath(path) for path in paths]
 
 
-def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
+def start_module(module: str, *, pass_fds: Sequence[int] = (), **environment: str) -> subprocess.Popen[bytes]:
     """Start a module that processes the job's input, with pipes to its standard input and output.
 
-    Its environment is `environment` and the variables of PASSED_ENVIRONMENT. Raises CapacityError if it could not limit itself.
+    Its environment is `environment` and the variables of PASSED_ENVIRONMENT; pass_fds: open files that it inherits. Raises
+    CapacityError if it could not limit itself.
     """
     _check_limits()
     environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
     with signals_blocked():
         return subprocess.Popen(
             python_command("-m", module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env=environ | environment,
+            env=environ | environment, pass_fds=pass_fds,
         )
 
 
@@ -97,8 +98,8 @@ def _check_limits() -> None:
     except OSError as error:
         raise CapacityError(
             f"the system refuses to limit the memory and CPU time of a process ({told(error)}), without which no chat template "
-            "and no constraint is executed; allow setrlimit and prlimit64 (seccomp profile of the container) and run the same "
-            "command again"
+            "and no constraint is executed, and no image decoded; allow setrlimit and prlimit64 (seccomp profile of the "
+            "container) and run the same command again"
         ) from error
 
 

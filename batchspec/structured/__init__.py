@@ -18,6 +18,5 @@ Processes:
   compiler.py        compiles constraints and caches them; compile_pool.py, compile_process.py: where
   expander.py        computes states of lazy automata; expand_process.py: where
   answer_checker.py  checks answers by whole schemas; check_process.py: where; schema_check.py: how
-  limited_process.py processes with limits of CPU time and memory
 checked_text.py      checks the text of a finished answer once more
 """

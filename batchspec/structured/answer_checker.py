@@ -7,9 +7,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+from batchspec.process.limited_process import OUT_OF_MEMORY, Died, LimitedProcess
 from batchspec.process.own_process import finalize_here
 from batchspec.records import SCHEMA_UNCHECKED, SCHEMA_VIOLATED, Completion, RowError
-from batchspec.structured.limited_process import OUT_OF_MEMORY, Died, LimitedProcess
 
 CPU_S = 2
 """CPU limit of one check, in whole seconds. Most take less than a thousandth."""
@@ -78,5 +78,6 @@ class AnswerChecker:
 
 class _CheckProcess(LimitedProcess):
     module = "batchspec.structured.check_process"
+    does = "checks answers"
     limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "its check takes more than {gib:g} GiB of memory"}
     too_long = "its check takes more than {cpu_s} s"

@@ -14,9 +14,9 @@ import sys
 from collections import Counter
 
 from batchspec.process.child_process import OutOfTime, limit_cpu, stopped_after
+from batchspec.process.limited_process import OUT_OF_MEMORY
 from batchspec.process.machine import lower_limit
 from batchspec.structured.answer_checker import Question, Verdict
-from batchspec.structured.limited_process import OUT_OF_MEMORY
 from batchspec.structured.schema_check import violation
 
 MAX_OUT_OF_TIME = 3

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from batchspec.process.limited_process import OUT_OF_MEMORY, Died, Killed, LimitedProcess
 from batchspec.process.own_process import finalize_here
 from batchspec.process.threads import start_thread
-from batchspec.structured.limited_process import OUT_OF_MEMORY, Died, Killed, LimitedProcess
 
 SLICE_S = 0.5
 """CPU limit of each step of a first attempt, in seconds: reading the constraint, and making its automaton. Nine of ten schemas of
@@ -156,6 +156,7 @@ class CompileProcess(LimitedProcess):
     """The process of compile_process.py."""
 
     module = "batchspec.structured.compile_process"
+    does = "compiles constraints"
     limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "compiling it takes more than {gib:g} GiB of memory"}
 
     def ask(self, attempt: Attempt) -> Answer:

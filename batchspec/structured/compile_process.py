@@ -18,12 +18,12 @@ from typing import Any
 
 from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.process.child_process import OutOfTime, limit_cpu, stopped_after
+from batchspec.process.limited_process import OUT_OF_MEMORY
 from batchspec.process.machine import lower_limit
 from batchspec.process.refusals import refusal
 from batchspec.structured.compile_pool import Attempt
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
-from batchspec.structured.limited_process import OUT_OF_MEMORY
 from batchspec.structured.network import Network
 from batchspec.structured.parse import AFTER_THOUGHT, rules_of, single_bytes
 from batchspec.structured.regex import BadRegex

@@ -17,8 +17,8 @@ from typing import Any
 from batchspec.automata.lazy_automaton import LazyAutomaton
 from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.errors import OneLine
+from batchspec.process.limited_process import num_processes
 from batchspec.structured.compile_pool import Answer, CompilePool
-from batchspec.structured.limited_process import num_processes
 
 CPU_S = 20
 """CPU limit of one constraint, and of all together that have no finite automaton, in whole seconds. Most take hundredths of a

@@ -27,11 +27,11 @@ import numpy as np
 from batchspec.automata.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.automata.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
 from batchspec.process.child_process import limit_cpu
+from batchspec.process.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Defect
 from batchspec.process.machine import lower_limit
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected, why
 from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander
-from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Defect
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge

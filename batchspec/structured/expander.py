@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from batchspec.automata.lazy_automaton import Answer, Ask, MachineError, Recheck
+from batchspec.process.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 from batchspec.process.own_process import finalize_here
 from batchspec.process.threads import start_thread
 from batchspec.structured.lazy_dfa import MAX_STATES
-from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 
 CPU_S = 20
 """CPU limit of one state, in whole seconds. Most take hundredths of a second."""
@@ -72,6 +72,7 @@ class _ExpandProcess(LimitedProcess):
     """
 
     module = "batchspec.structured.expand_process"
+    does = "computes states of constraints"
     limits: ClassVar[Mapping[int, str]] = {
         OUT_OF_MEMORY: "its states take more than {gib:g} GiB of memory",
         TOO_MANY_STATES: f"its texts take more than {MAX_STATES:,} states",

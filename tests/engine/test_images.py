@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.features import images
+from batchspec.engine.features import RowFeatures, images
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.job.load.build import prepared_images
 from batchspec.model.target import Target
 from batchspec.packing.equal_rows import answer_key
 from batchspec.packing.order import order_requests
@@ -33,6 +35,7 @@ from tests.helpers.image_models import (
     picture,
     theirs,
 )
+from tests.images.test_prepared_images import killing, slow_piece
 
 KINDS = ("qwen3_5", "qwen3_vl")
 MOE = "qwen3_5_moe"
@@ -248,14 +251,23 @@ def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path, monkeypa
     """A row that waits for something else has none, and a row whose pixels are made still enters within the limit."""
     target = image_target(models / "qwen3_vl")
     requests = [image_request(i, target.spec, (3, picture(30, 50, i)), cap=2) for i in range(4)]
-    own = images.RowImages()
+    prepared = prepared_images(target.spec, 64)
+    assert prepared is not None
+    own = images.RowImages(prepared)
     rows = [RequestState.of(one, 0) for one in requests]
-    assert all(map(own.ready, rows[:3]))
+
+    def comes(state: RequestState) -> bool:
+        """Whether it is ready once its pixels are made."""
+        assert own.arrive(state)
+        wait(own.pending())
+        return own.ready(state)
+
+    assert all(map(comes, rows[:3]))
     assert own._made is not None
     assert own._made[0] is rows[2]
     rows[2].slot = 0
     own.enter(rows[2])
-    assert own.ready(rows[1])
+    assert comes(rows[1])
     rows[3].slot = 1
     own.enter(rows[3])  # it goes on in its slot
     monkeypatch.setattr(images, "MOST_BYTES", 1)
@@ -265,6 +277,19 @@ def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path, monkeypa
     engine = image_engine(target, NoDrafter(), BATCH, num_top=1)
     *_, last = engine.features.begin(engine._current.slots, engine.pools)
     assert isinstance(last, images.RowImages)
+
+
+@pytest.mark.second
+def test_tokens_stay_the_same_while_the_processes_that_make_pixels_are_killed(models: Path) -> None:
+    target = image_target(models / "qwen3_vl")
+    requests = [image_request(i, target.spec, (3, slow_piece(i).source), cap=3) for i in range(4)]
+    expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
+    engine = image_engine(target, NoDrafter(), BATCH)
+    assert isinstance(engine.features, RowFeatures)
+    assert engine.features.prepared is not None
+    with killing(engine.features.prepared, most=3) as killed:
+        assert tokens(list(engine.run(requests))) == expected
+    assert len(killed) == 3
 
 
 @pytest.mark.second

@@ -12,11 +12,11 @@ from typing import Any
 
 from batchspec.automata.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
 from batchspec.model.target import Target
+from batchspec.process.limited_process import Defect, Died, Full
 from batchspec.records import Request
 from batchspec.structured.expand_process import Work
 from batchspec.structured.expander import _ExpandProcess
 from batchspec.structured.lazy_dfa import TooManyStates
-from batchspec.structured.limited_process import Defect, Died, Full
 from tests.helpers.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, tokens_that_may_follow, written
 from tests.helpers.engines import tiny_target
 

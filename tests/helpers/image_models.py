@@ -120,7 +120,7 @@ def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, 
         pieces.append(
             ImagePiece(
                 begin=len(ids), length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
-                digest=rule.digest(part, fit), source=part,
+                encoded_pixels=header.height * header.width, digest=rule.digest(part, fit), source=part,
             )
         )
         ids += [PAD] * (rows * cols)
@@ -130,8 +130,9 @@ def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, 
 def image_engine(target: Target, drafter: Drafter, batch: PackedBatch, *, kept_images: int = 64, **more: Any) -> Engine:
     from batchspec.engine.features import RowFeatures
     from batchspec.engine.loop.engine import Engine
+    from batchspec.job.load.build import prepared_images
 
-    features = RowFeatures(eye=target.eye, kept_images=kept_images, **more)
+    features = RowFeatures(eye=target.eye, kept_images=kept_images, prepared=prepared_images(target.spec, batch.max_len), **more)
     batch = replace(batch, num_verified=max(batch.num_verified, drafter.shape.num_verified))
     return Engine(target, drafter, batch, device=target.device, features=features)
 

@@ -99,6 +99,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.supervise.watchdog",
     },
     "job.load": {
+        "images.prepared_images",
         "kernels.common.card",
         "batch.automata",
         "batch.sampling_mode",
@@ -181,7 +182,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "batch",
-        "images.pixels",
+        "images.decode",
+        "images.rule",
         "job.run_job",
         "kernels",
         "model",
@@ -211,6 +213,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.quant.fp8_products",
         "model.layers.kind",
         "model.spec",
+        "model.vision.eye",
         "text.template_process",
         "text.templates",
         "checkpoint.unread_keys",
@@ -231,7 +234,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # No entry of another package lists these two: nothing imports what only measures or trains.
     "bench": {
-        "commands.doctor", "config", "distributed", "draft", "engine", "batch", "kernels", "job.load",
+        "images", "commands.doctor", "config", "distributed", "draft", "engine", "batch", "kernels", "job.load",
         "model", "checkpoint", "text",
         "packing", "job.prepare", "job.report", "job.runner", "data.storage", "structured.compiler", "job.supervise",
     },

@@ -18,10 +18,8 @@ from transformers import Qwen2VLImageProcessorPil
 
 from batchspec.images.decode import decode
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
-from batchspec.images.pixels import Pixels
 from batchspec.images.rule import Fit
 from batchspec.model.vision.blocks import merge_order
-from batchspec.records import ImagePiece
 from tests.helpers.image_models import PREPROCESSOR, picture
 from tests.images.test_rule import rule
 
@@ -142,17 +140,3 @@ def test_numbers_of_32_bits_are_refused() -> None:
         decode(out.getvalue(), Fit(4, 4))
 
 
-def test_the_newest_pixels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.images.pixels.MOST_KEPT", 2 * 3 * 8 * 8)
-    pieces = [
-        ImagePiece(begin=0, length=1, rows=1, cols=1, height=8, width=8, digest=bytes([seed]), source=picture(8, 8, seed))
-        for seed in range(3)
-    ]
-    pixels = Pixels()
-    first = pixels.of(pieces[0])
-    assert pixels.of(pieces[0]) is first
-    pixels.of(pieces[1])
-    pixels.of(pieces[0])
-    pixels.of(pieces[2])  # the second is dropped
-    assert pixels.of(pieces[0]) is first
-    assert (pixels.of(pieces[1]) == decode(pieces[1].source, Fit(8, 8))).all()

@@ -96,7 +96,7 @@ def test_positions_are_those_of_transformers_wherever_a_prompt_is_cut(layout: li
     for part in layout:
         parts += [1, part] if parts and isinstance(part, tuple) and isinstance(parts[-1], tuple) else [part]
     pieces, kinds, begin = list[ImagePiece](), list[int](), 0
-    of_size = partial(ImagePiece, height=0, width=0, digest=b"", source=b"")
+    of_size = partial(ImagePiece, height=0, width=0, encoded_pixels=0, digest=b"", source=b"")
     for part in parts:
         length = part if isinstance(part, int) else part[0] * part[1]
         if not isinstance(part, int):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, MachineError, Recheck
 from batchspec.automata.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
+from batchspec.process.limited_process import Killed, LimitedProcess
 from batchspec.structured import expand_process
 from batchspec.structured import network as network_module
 from batchspec.structured.compile_pool import Attempt, CompileProcess
@@ -28,7 +29,6 @@ from batchspec.structured.expander import Expander, _ExpandProcess
 from batchspec.structured.grammar import grammar_rules
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import Expander as StateExpander
-from batchspec.structured.limited_process import Killed, LimitedProcess
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node

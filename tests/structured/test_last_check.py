@@ -30,9 +30,9 @@ from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.kernels.rounds.accept import FULL, STOPPED
+from batchspec.process.limited_process import LimitedProcess
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot, Thinking
 from batchspec.structured.expander import Expander
-from batchspec.structured.limited_process import LimitedProcess
 from tests.batch.test_logit_rules import ALL
 from tests.helpers import grammars
 from tests.helpers.automata import (

@@ -37,10 +37,10 @@ from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import HELD
+from batchspec.process.limited_process import Died
 from batchspec.records import Completion, Repetition, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
-from batchspec.structured.limited_process import Died
 from tests.batch.test_logit_rules import ALL
 from tests.helpers.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.helpers.engines import (

@@ -12,7 +12,7 @@
   logprobs.py           log-probabilities of output tokens
   scoring.py            log-probabilities of prompt tokens, in a batch that does not decode
   states.py             values of hidden states, in such a batch; without_rounds.py: which of the two a task reads
-  images.py             images of prompts: their pixels, made before the row enters its slot
+  images.py             images of prompts: their pixels, made by processes before the row enters its slot
   repetition.py         a stop where tokens repeat themselves
 """
 
@@ -39,6 +39,7 @@ from batchspec.engine.features.thinking import ThinkingBudgets
 from batchspec.engine.rounds.records import LogitReader
 from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.images.prepared_images import PreparedImages
 from batchspec.records import Request
 from batchspec.tool_calls.split import CallParser
 
@@ -53,7 +54,8 @@ class RowFeatures(Features):
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
     expanding  set if rows may have lazy constraints
     call_parser  finds the tool calls in answers; None: calls stay text
-    eye        encodes images: set if rows may have some; kept_images: embeddings of them that stay on the device
+    eye        encodes images: set if rows may have some; kept_images: embeddings of them that stay on the device; prepared: where
+               their pixels come from
     """
 
     decode: Decode | None = None
@@ -65,11 +67,13 @@ class RowFeatures(Features):
     call_parser: CallParser | None = None
     eye: ImageEncoder | None = None
     kept_images: int = 0
+    prepared: PreparedImages | None = None
     lazy: LazyConstraints | None = field(default=None, init=False)
     """Rows of the present run that follow lazy automata."""
 
     def __post_init__(self) -> None:
         assert self.expanding is None or self.symbols is not None, "lazy automata need a vocabulary"
+        assert (self.eye is None) == (self.prepared is None), "an encoder of images needs pixels"
         if self.symbols is not None and self.capacity is None:
             self.capacity = AutomataCapacity(num_tokens=self.symbols.num_tokens)
         self._places = None if self.capacity is None else LazyPlaces(self.capacity)
@@ -97,8 +101,8 @@ class RowFeatures(Features):
         features.append(Texts(self.decode, self.symbols, stops, check, self.call_parser, defers=self.defers_text))
         if self.num_top is not None:
             features.append(Logprobs(slots, self.num_top))
-        if self.eye is not None:  # last: pixels are made of rows that wait for nothing else
-            features.append(RowImages())
+        if self.prepared is not None:  # last: pixels are taken by rows that wait for nothing else
+            features.append(RowImages(self.prepared))
         return tuple(features)
 
     def _decode_of(self, request: Request) -> Decode | None:

@@ -1,11 +1,13 @@
-"""Images of prompts: their pixels are made when a row is about to enter its slot, and go to the device with it.
+"""Images of prompts: their pixels are made ahead, by processes, and go to the device when the row enters its slot.
 
-An image that cannot be decoded fails its row. Rows that enter together bring at most MOST_BYTES of pixels, or one row's.
+A row waits for its pixels, and others go ahead. An image that cannot be decoded fails its row. Rows that enter together bring at
+most MOST_BYTES of pixels, or one row's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 
 from batchspec.batch.row_commands import RowCommands
 from batchspec.console.text import quoted
@@ -13,7 +15,7 @@ from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.images.decode import Rgb
 from batchspec.images.header import BadImage
-from batchspec.images.pixels import Pixels
+from batchspec.images.prepared_images import PreparedImages
 from batchspec.records import Completion, RowError
 
 MOST_BYTES = 1 << 30
@@ -22,20 +24,27 @@ MOST_BYTES = 1 << 30
 class RowImages(RowFeature):
     """The images of all rows of a run that have some."""
 
-    def __init__(self) -> None:
-        self._pixels = Pixels()
+    def __init__(self, prepared: PreparedImages) -> None:
+        """prepared: of the engine; what rows of earlier runs have asked for is dropped."""
+        prepared.drop_all()
+        self._prepared = prepared
+        self._has_hurried = False
+        """Whether a row has waited for pixels since the last step. The first one is the next to enter."""
         self._failed: list[RequestState] = []
         self._made: tuple[RequestState, tuple[Rgb, ...]] | None = None
-        """The row that was ready last and has not entered: of others that could not enter pixels are made again."""
+        """The row that was ready last and has not entered: others that could not enter take their pixels again."""
         self._entered: list[tuple[int, tuple[Rgb, ...]]] = []
         """Slot and pixels of each row that has entered since the last commands."""
         self._entered_bytes = 0
 
     def arrive(self, state: RequestState) -> bool:
+        """Its pixels are begun: a request arrives when a slot is free or will be soon (`SlotAllocator.take_ahead`)."""
+        if state.request.images and state.finish_reason is None:
+            self._prepared.ask(state.request, state.request.images)
         return bool(state.request.images)
 
     def ready(self, state: RequestState) -> bool:
-        """Whether its pixels are made; of a row that needs a slot they are made here."""
+        """Whether its pixels are made; a row that needs a slot takes them here."""
         if state.slot >= 0 or state.finish_reason is not None:
             return True
         images = state.request.images
@@ -43,21 +52,23 @@ class RowImages(RowFeature):
             return False
         if self._made is not None and self._made[0] is state:
             return True
-        self._made, made = None, list[Rgb]()
-        for number, piece in enumerate(images, 1):
-            try:
-                made.append(self._pixels.of(piece))
-            except BadImage as error:
-                row = f"row {state.request.row_index} (id {quoted(state.request.request_id)})"
-                message = f"{row}: image {number} of {len(images)}: {error}"
-                state.fail(RowError(code=error.code, stage="decode", message=message, retryable=False))
-                self._failed.append(state)
-                return False
-        self._made = (state, tuple(made))
-        return True
+        self._made = None
+        self._prepared.ask(state.request, images)  # again, if it was preempted or had taken them
+        try:
+            made = self._prepared.take(state.request)
+        except BadImage as error:
+            message = f"row {state.request.row_index} (id {quoted(state.request.request_id)}): {error}"
+            state.fail(RowError(code=error.code, stage="decode", message=message, retryable=error.retryable))
+            self._failed.append(state)
+            return False
+        if made is not None:
+            self._made = (state, made)
+        elif not self._has_hurried:
+            self._has_hurried = True
+            self._prepared.hurry(state.request)
+        return made is not None
 
     def enter(self, state: RequestState) -> None:
-        """A row that was preempted enters again: its pixels are made again, unless they are kept."""
         if self._made is None or self._made[0] is not state:  # it goes on in its slot
             return
         (_, pixels), self._made = self._made, None
@@ -65,11 +76,17 @@ class RowImages(RowFeature):
         self._entered_bytes += sum(one.nbytes for one in pixels)
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
+        self._prepared.drop(state.request)
         if self._made is not None and self._made[0] is state:
             self._made = None
         return done
 
+    def pending(self) -> Iterator[Future[None]]:
+        return self._prepared.pending()
+
     def poll(self) -> Iterable[RequestState]:
+        self._has_hurried = False
+        self._prepared.check()
         failed, self._failed = self._failed, []
         return failed
 

@@ -20,6 +20,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.records import RoundOptions
+from batchspec.images.prepared_images import PreparedImages
 from batchspec.job.load.memory import check_memory, kept_images, plan_batch
 from batchspec.job.prepare import Job, JobModel, notes
 from batchspec.job.report.progress_bar import ProgressBar
@@ -27,6 +28,7 @@ from batchspec.kernels.common.card import card_of
 from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint
 from batchspec.packed_batch import PackedBatch
@@ -212,6 +214,7 @@ def build_engine(
             call_parser=call_parser,
             eye=target.eye,
             kept_images=kept_images(batch.prefill_tokens, batch.max_len),
+            prepared=prepared_images(target.spec, batch.max_len),
         ),
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
@@ -220,6 +223,11 @@ def build_engine(
         expert_correlation=config.packing.expert_correlation,
         lead=lead,
     )
+
+
+def prepared_images(spec: ModelSpec, max_len: int) -> PreparedImages | None:
+    """Makes the pixels of rows of at most max_len tokens; None without images."""
+    return None if spec.eye is None else PreparedImages(longest_row=(max_len, 3 * max_len * spec.eye.rule.multiple**2))
 
 
 def expanding_of(job: Job) -> Expanding | None:

@@ -58,12 +58,18 @@ class LimitedProcess:
     """
 
     module: ClassVar[str]
+    does: ClassVar[str]
+    """What it does, in the singular, for messages: "compiles constraints"."""
     limits: ClassVar[Mapping[int, str]]
     """The error message of each exit code; {gib}: the limit of memory in GiB."""
     too_long: str
     """The error message of the limit of CPU time; {cpu_s}: the limit in seconds."""
 
+    pass_fds: tuple[int, ...] = ()
+    """Open files that it inherits, under the same numbers."""
+
     def __init__(self, first_message: tuple[Any, int, int]) -> None:
+        """first_message: what its work needs, its limit of memory in bytes and its limit of CPU time for a request in seconds."""
         self._first_message, self._cpu_s = first_message, first_message[2]
         self._process: subprocess.Popen[bytes] | None = None
         self._lock, self._closed = threading.Lock(), False
@@ -87,10 +93,10 @@ class LimitedProcess:
             if code in self.limits:
                 raise Full(self.limits[code].format(gib=self._first_message[1] / 2**30)) from None
             if self._closed:
-                raise RuntimeError("the process that compiles schemas was closed") from None
+                raise RuntimeError(f"the process that {self.does} was closed") from None
             if code >= 0:  # it never ends by itself while it is asked
                 raise CannotStart(
-                    f"the process that compiles constraints ended with {code} at its start; look for a lack of memory, try "
+                    f"the process that {self.does} ended with {code} at its start; look for a lack of memory, try "
                     f"`python -m {self.module}`, and run the same command again"
                 ) from None
             if code == -signal.SIGKILL:
@@ -113,6 +119,12 @@ class LimitedProcess:
                     raise
         raise AssertionError
 
+    def kill(self) -> None:
+        """Kill the process if it runs; its request is then `Killed`. Any thread may call this."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+
     def close(self) -> None:
         """Kill the process at once. No other one is started."""
         with self._lock:
@@ -129,8 +141,9 @@ class LimitedProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._closed:
-                raise RuntimeError("the process that compiles schemas was closed")
-            process = start_module(self.module, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # each thread reserves memory
+                raise RuntimeError(f"the process that {self.does} was closed")
+            # Each thread of a library reserves memory.
+            process = start_module(self.module, pass_fds=self.pass_fds, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
             self._process = process
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # found again, with its code, when it is asked
