@@ -43,7 +43,7 @@ def _shape(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
     batch, ahead = plan.batch, plan.forecast
     if batch is None or ahead is None:
         return {}
-    tokens, seconds = plan.expected_tokens, ahead.prefill_s + ahead.decode_s
+    tokens, seconds = plan.expected_tokens, plan.images.with_rest(ahead.prefill_s + ahead.decode_s)
     decodes = plan.job.admission.task.decodes
     return {
         "slots": batch.num_slots,
@@ -58,6 +58,7 @@ def _shape(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
         "round_s": ahead.round_s,
         "prefill_s": ahead.prefill_s,
         "decode_s": ahead.decode_s,
+        **({} if plan.job.spec.eye is None else {"encoder_s": plan.images.encoder_s, "image_worker_s": plan.images.worker_s}),
         "tok_s": tokens / seconds,
         "left_s": seconds * (1 - found["rows"] / found["rows_total"]),
     }

@@ -20,6 +20,7 @@ from batchspec.model.quant.fp8 import Fp8
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import num_multiplied
 from batchspec.packing.device_memory import free_memory
+from batchspec.packing.image_cost import NO_IMAGES, ImageTimes
 from batchspec.packing.kv_memory import kv_bytes, row_tensor_bytes
 from batchspec.packing.planner import Forecast, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
@@ -45,6 +46,8 @@ class Plan:
     rates: Rates | None = None
     batch: PackedBatch | None = None
     forecast: Forecast | None = None
+    images: ImageTimes = NO_IMAGES
+    """Times of the images of all rows."""
     layouts: Sequence[GpuLayout] = ()
     """Ways to divide the GPUs of this machine, if it has several."""
     output: FoundOutput | None = None
@@ -125,6 +128,13 @@ class Plan:
         share = tokens / self.survey.lengths("prompt_tokens").sum()
         return f"images       {images:,}, {tokens / max(1, images):,.0f} tokens on average, {share:.0%} of all prompt tokens"
 
+    def _encoder(self) -> str:
+        images, num = self.images, self.images.num_processes
+        return (
+            f"{_duration(images.encoder_s)}; meanwhile {num} process{'es' * (num > 1)} decode and resize them, "
+            f"{_duration(images.worker_s / num)}"
+        )
+
     def _thinking(self) -> list[str]:
         think, decode = self.job.admission.settings.think, self.job.config.decode
         if think is None:
@@ -184,7 +194,7 @@ class Plan:
             f"{_accepted(ahead)}, "
         ) * self._task.decodes
         about = spec.about(spec.computing(job.dtype, batch.page_size, draft_len=batch.num_verified))
-        total_s = ahead.prefill_s + ahead.decode_s
+        total_s = self.images.with_rest(ahead.prefill_s + ahead.decode_s)
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
         return [
             *self._card(),
@@ -201,6 +211,7 @@ class Plan:
             self._memory(batch, pages_bytes, row_tensor_bytes(batch, spec, job.dtype, layers)),
             *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
+            *([] if spec.eye is None else [f"encoder      {self._encoder()}"]),
             *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
             f"together     {_duration(total_s)}, {tokens:,.0f} {self._task.tokens} tokens, {tokens / total_s:,.0f} tok/s",
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",

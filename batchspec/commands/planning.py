@@ -22,6 +22,7 @@ from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
+from batchspec.packing.image_cost import image_times
 from batchspec.packing.planner import Demand, Forecast
 from batchspec.packing.rates import Rates, device_rates
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
@@ -109,7 +110,8 @@ def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | 
     )
     if not demand.num_completions:
         return made
-    return replace(made, rates=rates, batch=batch, forecast=forecast_of(job, batch, demand, rates), layouts=found)
+    images = image_times(job.spec.eye, survey, job.source.num_rows, rates)
+    return replace(made, rates=rates, batch=batch, forecast=forecast_of(job, batch, demand, rates), images=images, layouts=found)
 
 
 def first_demand(job: Job, survey: Survey) -> Demand:

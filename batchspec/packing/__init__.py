@@ -23,6 +23,7 @@ The stream:
 The shape:
   survey.py           lengths of the first rows
   planner.py          slots, pages, row buckets; the forecast
+  image_cost.py       seconds of encoding images and of decoding them
   job_time.py         which number of slots is fast, and how many drafts pay; expected_drafts.py: how many are accepted
   cost.py             seconds of rounds and prefill; exchange.py: of exchanges between ranks; rates.py: how fast a device is
   memory.py           GPU memory that must stay free; kv_memory.py: K/V pages in the rest; device_memory.py: what is free

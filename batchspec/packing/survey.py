@@ -33,6 +33,10 @@ class Survey:
     num_images: int = 0
     image_tokens: int = 0
     """Images of the requests, and their tokens in all."""
+    image_pixels: array[int] = field(default_factory=lambda: array("i"))
+    """Pixels of each image after resizing; an image of several samples of a row is there once."""
+    encoded_pixels: int = 0
+    """Pixels of the same images before."""
     shares_prefix: bool = False
     """Whether two requests of the same adapter, of different rows or of one, begin with the same PREFIX_TOKENS tokens."""
     prefixes: set[tuple[int, bytes]] = field(default_factory=set)
@@ -56,6 +60,9 @@ class Survey:
                 self._compare_prefix(item)
                 self.num_images += len(item.images)
                 self.image_tokens += sum(piece.length for piece in item.images)
+                if not item.sample_index:
+                    self.image_pixels.extend(piece.height * piece.width for piece in item.images)
+                    self.encoded_pixels += sum(piece.encoded_pixels for piece in item.images)
                 self.num_opened += item.thinking is not None and item.thinking.opened is True
             else:
                 assert item.error is not None

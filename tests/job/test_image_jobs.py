@@ -29,6 +29,7 @@ from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.model.vision.registry import load_eye
+from batchspec.packing.image_cost import PREPARE_S
 from batchspec.records import Completion
 from tests.helpers.image_models import PAD, PREPROCESSOR, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
@@ -456,7 +457,16 @@ def test_plan_counts_images_and_their_tokens(vl: Path, tmp_path: Path, capfd: py
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
     keys = [word for word in words(vl, tmp_path, "input.columns={images:images}") if not word.startswith("output.dir")]
     assert cli.main(["plan", *keys]) == 0
-    assert re.search(r"\nimages       2, 39 tokens on average, \d+% of all prompt tokens\n", capfd.readouterr().out)
+    said = capfd.readouterr().out
+    assert re.search(r"\nimages       2, 39 tokens on average, \d+% of all prompt tokens\n", said)
+    assert re.search(r"\nencoder      .*; meanwhile \d+ process(es)? decode and resize them, ", said)
+    assert cli.main(["plan", "--json", *keys, "decode=sampled", "decode.n=2"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["images"], facts["image_tokens"]) == (4, 156)
+    assert facts["image_worker_s"] == pytest.approx(PREPARE_S * (30 * 50 + 50 * 70))
+    seconds = facts["prefill_s"] + facts["decode_s"] + facts["encoder_s"]
+    assert facts["encoder_s"] > 0
+    assert facts["tok_s"] * seconds == pytest.approx(facts["expected_tokens"])
 
 
 @pytest.mark.second

@@ -26,7 +26,7 @@ from batchspec.model.vision.eye import EyeSpec
 from batchspec.model.vision.registry import load_eye
 from batchspec.model.weights import Checkpoint
 from batchspec.records import ImagePiece
-from tests.helpers.image_models import make_image_model, picture, theirs
+from tests.helpers.image_models import inputs_of, make_image_model, picture, theirs
 
 CPU = torch.device("cpu")
 KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
@@ -66,6 +66,16 @@ def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, mo
     assert [own.untyped_storage().nbytes() for own in found] == [own.nbytes for own in found], "dropping one frees its memory"
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(eye.encode([pixels(spec, images[0])])[0], found[0], atol=1e-5, rtol=0)
+
+
+def test_the_operations_of_an_eye_are_those_that_torch_counts(folder: Path) -> None:
+    """In transformers' encoder, whose attention is two products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = inputs_of(folder, [], [picture(60, 100)])
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        theirs(folder).model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    assert load_eye(folder).flop(len(inputs["pixel_values"])) == counter.get_total_flops()
 
 
 def test_the_tensors_of_an_eye_are_those_that_transformers_saves(folder: Path) -> None:

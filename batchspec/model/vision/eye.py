@@ -62,5 +62,9 @@ class EyeSpec(CheckpointPart):
         """Bytes that encoding takes at most, besides what it returns."""
 
     @abstractmethod
+    def flop(self, patches: int) -> float:
+        """Operations that encode an image of so many patches, two for each multiplication and addition."""
+
+    @abstractmethod
     def build(self, weights: Weights) -> ImageEncoder:
         """The eye with these weights."""

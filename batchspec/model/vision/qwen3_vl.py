@@ -92,6 +92,12 @@ class Qwen3VlSpec(EyeSpec):
         most = max(MOST_PATCHES, self.rule.max_pixels // self.rule.patch**2)
         return most * (dtype.itemsize * (8 * self.size + 2 * self.inner) + 4 * (3 * self.rule.patch**2 * self.rule.frames))
 
+    def flop(self, patches: int) -> float:
+        size, wide = self.size, self.size * self.rule.merge**2
+        weights = size * 3 * self.rule.frames * self.rule.patch**2 + self.depth * (4 * size**2 + 2 * size * self.inner)
+        mergers = (1 + len(self.deepstack)) * (wide**2 + self.hidden_size * wide) / self.rule.merge**2
+        return 2.0 * patches * (weights + mergers + 2 * self.depth * size * patches)
+
     def build(self, weights: Weights) -> Qwen3VlEye:
         return Qwen3VlEye(self, weights)
 
