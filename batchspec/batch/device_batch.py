@@ -120,6 +120,10 @@ class DeviceBatch:
         values: dict[str, Any] = {name: made[name] if SLOT_FIELDS[name].per_group else made[name][0] for name in SLOT_FIELDS}
         return cls(options={name: values.pop(name) for name in OPTION_FIELDS}, **values, **more)
 
+    def rope_positions(self, positions: Tensor, slots: Tensor) -> Tensor:
+        """RoPE positions int64 [T] of tokens after the prompts; positions int64 [T], slots [T]: those of their rows."""
+        return positions if self.images is None else positions + self.rope_delta[slots]
+
     def provide(self, mode: SamplingMode) -> None:
         """Allocate the state that `mode` needs and that few jobs have. Call it before a graph of such a mode is captured."""
         for name, spec in SLOT_FIELDS.items():

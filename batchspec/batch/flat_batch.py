@@ -75,6 +75,8 @@ class FlatBatch:
     """RoPE positions of tokens of rows that may have images, int64 [T] or along several axes; None: `positions`"""
     images: ImageInputs | None = None
     """None: no token is one of an image"""
+    next_images: ImageInputs | None = None
+    """What tokens read whose next token is one of an image, for drafters that read the next token; None: there is none"""
     more_groups: tuple[GroupPages, ...] = ()
     """For K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, which has the widest window."""
 
@@ -101,7 +103,7 @@ class FlatBatch:
         self.row_adapters = rows.adapter if slot_ids is None else rows.adapter[slot_ids]
         self.slots = slot_ids
         if rows.images is not None:
-            self.rope = self.positions + rows.rope_delta[self.row_ids if slot_ids is None else slot_ids[self.row_ids]]
+            self.rope = rows.rope_positions(self.positions, self.row_ids if slot_ids is None else slot_ids[self.row_ids])
         return self
 
     def of_group(self, group: int) -> FlatBatch:
@@ -120,8 +122,9 @@ class FlatBatch:
             token_ids=self.token_ids.index_select(0, places),
             row_ids=count[:-1],
             positions=self.positions.index_select(0, places),
-            rope=self._rope_at(places),
+            rope=None if self.rope is None else self.rope_at(places),
             images=None,
+            next_images=None,
             slot_mapping=self.slot_mapping.index_select(0, places),
             cu_seqlens_q=count,
             max_q=1,
@@ -129,10 +132,10 @@ class FlatBatch:
             more_groups=tuple(replace(own, slot_mapping=own.slot_mapping.index_select(0, places)) for own in self.more_groups),
         )
 
-    def _rope_at(self, places: Tensor) -> Tensor | AxisPositions | None:
-        return self.rope.select(places) if isinstance(self.rope, AxisPositions) else (
-            None if self.rope is None else self.rope.index_select(0, places)
-        )
+    def rope_at(self, places: Tensor) -> Tensor | AxisPositions:
+        """`rope_positions` of the tokens at these flat indices, int64."""
+        found = self.rope_positions
+        return found.select(places) if isinstance(found, AxisPositions) else found.index_select(0, places)
 
     def add_groups(self, page_tables: Sequence[Tensor], page_size: int) -> FlatBatch:
         """This batch with the page tables [R, max pages a row] of groups 1, 2, ...: one launch for each slot mapping."""

@@ -7,8 +7,8 @@ tokens, for later passes and for rows with the same image.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,16 @@ class ImageEncoder(Protocol):
         `ImageInputs`. Does not synchronise."""
 
 
+class _Found(NamedTuple):
+    """Tokens first .. last-1 of an image in a pass; flat: where the first of them is in the pass."""
+
+    piece: ImagePiece
+    pixels: NDArray[np.uint8]
+    flat: int
+    first: int
+    last: int
+
+
 class ImagesOnDevice:
     """The images of the rows in the slots."""
 
@@ -57,30 +67,36 @@ class ImagesOnDevice:
         """The pixels of the row in this slot, which has begun."""
         self._pixels[slot] = pixels
 
-    def inputs(self, segments: Segments) -> tuple[AxisPositions, ImageInputs | None]:
-        """The positions of a pass over these segments, and what its tokens of images read; None if it has no such token. Encodes
-        images that were not yet."""
+    def inputs(
+        self, segments: Segments, *, shifted: bool = False
+    ) -> tuple[AxisPositions, ImageInputs | None, ImageInputs | None]:
+        """The positions of a pass over these segments; what its tokens of images read, and (shifted) what tokens read whose next
+        token is one of an image; None if it has no such token. Encodes images that were not yet."""
         positions = [rope_positions(self._images.get(slot, ()), begin, end) for slot, begin, end in segments]
         axes = AxisPositions(upload(np.concatenate(positions, 1), torch.int64, self._device), self._encoder.sections)
-        found = list(self._found(segments))
-        if not found:
-            return axes, None
-        rows = self._encoded([(piece, pixels) for piece, pixels, *_ in found])
-        places = np.concatenate([place + np.arange(last - first) for _, _, place, first, last in found])
-        parts = [rows[piece.digest][first:last] for piece, _, _, first, last in found]
+        own = list(self._found(segments))
+        following = list(self._found([(slot, begin + 1, end + 1) for slot, begin, end in segments])) if shifted else []
+        rows = self._encoded([(found.piece, found.pixels) for found in (*own, *following)])
+        inputs = axes, self._inputs(own, rows), self._inputs(following, rows)
         self._forget()
-        return axes, ImageInputs(upload(places, torch.int64, self._device), torch.cat(parts))
+        return inputs
 
-    def _found(self, segments: Segments) -> Iterator[tuple[ImagePiece, NDArray[np.uint8], int, int, int]]:
-        """The images that have tokens in this pass. Of each: the piece, its pixels, the flat index of its first token in the
-        pass, and the range (first, end) of its tokens that are in the pass."""
+    def _inputs(self, found: Sequence[_Found], rows: Mapping[bytes, Tensor]) -> ImageInputs | None:
+        if not found:
+            return None
+        places = np.concatenate([one.flat + np.arange(one.last - one.first) for one in found])
+        parts = [rows[one.piece.digest][one.first : one.last] for one in found]
+        return ImageInputs(upload(places, torch.int64, self._device), torch.cat(parts))
+
+    def _found(self, segments: Segments) -> Iterator[_Found]:
+        """The images that have tokens in these segments."""
         flat = 0
         for slot, begin, end in segments:
             for number, piece in enumerate(self._images.get(slot, ())):
                 first, last = max(begin, piece.begin), min(end, piece.begin + piece.length)
                 if first < last:
                     pixels = self._pixels[slot][number]
-                    yield piece, pixels, flat + first - begin, first - piece.begin, last - piece.begin
+                    yield _Found(piece, pixels, flat + first - begin, first - piece.begin, last - piece.begin)
             flat += end - begin
 
     def _encoded(self, images: Sequence[tuple[ImagePiece, NDArray[np.uint8]]]) -> OrderedDict[bytes, Tensor]:

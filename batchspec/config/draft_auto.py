@@ -18,17 +18,16 @@ from batchspec.errors import ConfigError
 AUTO = "auto"
 
 
-def with_drafter(config: RunConfig, *, has_mtp: bool, images: bool = False) -> tuple[RunConfig, str]:
+def with_drafter(config: RunConfig, *, has_mtp: bool) -> tuple[RunConfig, str]:
     """The configuration with the drafter's own name and all its keys, and why draft=auto took it; empty if it was named.
 
-    has_mtp  whether the model's checkpoint has an MTP layer; images: whether prompts may have images, which it does not read
+    has_mtp  whether the model's checkpoint has an MTP layer
     Keys of `draft` that are null get the values of conf/draft/NAME.yaml. Raises ConfigError for a key that the drafter that
     draft=auto took does not read.
     """
     draft, why = config.draft, ""
     if draft.name == AUTO:
         name, why = ("mtp", "the checkpoint has an MTP layer") if has_mtp else ("lookup", "the checkpoint has no MTP layer")
-        name, why = ("lookup", "prompts may have images") if images else (name, why)
         draft = replace(draft, name=name)
     draft = _with_usual_keys(draft)
     if draft == config.draft:

@@ -13,10 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchspec.batch.image_inputs import ImageInputs
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.output import DraftOutput
 from batchspec.model.decoder import ResidualStream
+from batchspec.model.fused import rms_norm
 from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
 from batchspec.model.layers.attention.plan import AttentionPlan
@@ -129,12 +131,14 @@ class BoundHead(ABC):
 
     @abstractmethod
     def enter(
-        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
+        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor]:
         """tokens int32 [T] and hidden [T, H], features or what the last step feeds -> the normed input of layer 0, and the
         residual stream [T, H].
 
         row_ids, positions  [T]: tokens is [rows, M], and each position reads the token after it in its row
+        images  what positions read in place of that token's embedding
         The residual stream may be `hidden` or a view of the input; layers change it in place. Nothing reads the input after
         layer 0.
         """
@@ -169,6 +173,12 @@ class BoundHead(ABC):
         self._layers[index].finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
         following = self._layers[index + 1].attention.norm if index + 1 < len(self._layers) else self._norm
         return stream.normed(following, self._eps, out=out)
+
+
+def put_images(images: ImageInputs | None, norm: Tensor, eps: float, out: Tensor) -> None:
+    """Write the normed embeddings of images to their places in out [T, H], the normed embeddings of tokens."""
+    if images is not None:
+        out.index_copy_(0, images.places, rms_norm(images.rows[:, 0].contiguous(), norm, eps))
 
 
 def layer_gemms(layer: LayerSpec) -> list[Gemm]:

@@ -76,7 +76,7 @@ class ChainDrafter(HeadReader):
             self.head.keep(last, normed, at, kv)
             # Only the last position of each row goes on, as in a draft step. Its K/V is written a second time.
             ends = self._one_query_each(batch, batch.positions.index_select(0, place), batch.kv_len)
-            at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place))
+            at = Place(self._rope(batch.rope_at(place)), batch.slot_mapping.index_select(0, place))
             hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
             normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
         else:
@@ -211,7 +211,7 @@ class ChainDrafter(HeadReader):
         """Draft one more token: column k + 1 of draft_ids, given those up to k; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(draft_ids[:, k], hidden)
         row_ids = self._cu_seqlens_q[: positions.shape[0]]
-        at = Place(self._rope(positions), slots)
+        at = Place(self._rope(rows.rope_positions(positions, row_ids)), slots)
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
         # A position's input is the token after it; its output drafts the token after that.

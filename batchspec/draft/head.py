@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.draft.bound_head import BoundHead, layer_gemms
+from batchspec.batch.image_inputs import ImageInputs
+from batchspec.draft.bound_head import BoundHead, layer_gemms, put_images
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head_tensors import HIDDEN_NORM, fc_product, head_layers, head_prefix
 from batchspec.draft.output import DraftOutput
@@ -91,7 +92,8 @@ class EagleHead(BoundHead):
         return self._fc(aux_hidden_states)
 
     def enter(
-        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
+        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The input of layer 0 is [T, 2H]: the normed embedding, then the normed hidden state."""
         size = self.spec.hidden_size
@@ -100,6 +102,7 @@ class EagleHead(BoundHead):
             tokens, hidden, self._embedding, self._layers[0].attention.norm, self._hidden_norm, self._eps,
             out=normed, row_ids=row_ids, positions=positions,
         )
+        put_images(images, self._layers[0].attention.norm, self._eps, normed[:, :size])
         return normed, normed[:, size:] if self.spec.norm_before_residual else hidden
 
 

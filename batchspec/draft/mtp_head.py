@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchspec.batch.image_inputs import ImageInputs
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
-from batchspec.draft.bound_head import BoundHead, layer_gemms
+from batchspec.draft.bound_head import BoundHead, layer_gemms, put_images
 from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
@@ -117,13 +118,15 @@ class MtpHead(BoundHead):
         return rms_norm(aux_hidden_states, self._target.final_norm, self._target.spec.rms_eps)
 
     def enter(
-        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
+        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor]:
         joined = hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
         eagle_head_input(
             tokens, hidden, self._target.embedding, self._embedding_norm, self._hidden_norm, self._eps, out=joined,
             row_ids=row_ids, positions=positions,
         )
+        put_images(images, self._embedding_norm, self._eps, joined[:, : hidden.shape[1]])
         stream = self._fc(joined, None)
         return rms_norm(stream, self._input_norm, self._eps), stream
 

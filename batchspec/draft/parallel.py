@@ -118,7 +118,8 @@ class ParallelDrafter(HeadReader):
         )
         batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.max_kv)
         normed, residual = self.head.enter(ids, fed)
-        at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))
+        at = Place(self._rope(rows.rope_positions(positions, batch.row_ids)), slots)
+        plans = self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=2, drafts=draft_ids)

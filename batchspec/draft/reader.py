@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.image_inputs import AxisPositions
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
@@ -72,8 +73,10 @@ class HeadReader(DrafterBase):
         features  [T, H] of `BoundHead.features`; the layers may change them
         Returns the next layer's input, the residual stream, and rotations and slots of the positions.
         """
-        at = Place(self._rope(batch.positions), batch.slot_mapping)
-        normed, residual = self.head.enter(tokens, features, row_ids=line, positions=batch.positions)
+        at = Place(self._rope(batch.rope_positions), batch.slot_mapping)
+        normed, residual = self.head.enter(
+            tokens, features, row_ids=line, positions=batch.positions, images=batch.next_images
+        )
         plans = self._plans(batch, cache, range(num_layers))
         for i in range(num_layers):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[self._windows[i]])
@@ -90,7 +93,7 @@ class HeadReader(DrafterBase):
             window=self._window, sink=self._sink,
         )
 
-    def _rope(self, positions: Tensor) -> Rope:
+    def _rope(self, positions: Tensor | AxisPositions) -> Rope:
         return rope_of(positions, self._freqs, self._spec.rope, self._dtype)
 
     def _kv(self, cache: KVCache, index: int) -> LayerKV:

@@ -17,8 +17,7 @@ from batchspec.model.vision.registry import load_eye
 from batchspec.model.weight_checks import check_tensors
 from batchspec.tasks.registry import task_of
 
-DRAFTERS = ("auto", "none", "lookup", "window")
-"""Those that read no embedding of a prompt but the target's."""
+DRAFTERS = ("auto", "none", "lookup", "window", "mtp", "eagle3", "hybrid")
 KEYS = ("input.image_root", "input.min_pixels", "input.max_pixels")
 NO_EFFECT = "has no effect without input.columns.images or model.eye; remove the key"
 
@@ -70,6 +69,7 @@ def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelSpec
     refused = {
         task_of(config).asked: not task_of(config).decodes,
         f"draft={config.draft.name}": config.draft.name not in DRAFTERS,
+        f"draft.tree.topk={config.draft.tree.topk}": config.draft.tree.topk > 1,
         f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
         "cache.dtype=fp8": config.cache.dtype == "fp8",
         "decode.deterministic=true": config.decode.deterministic,

@@ -266,7 +266,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     spec = spec.quantised(config.model.quantize)
     device = choose_device(config.device if on_this_machine else "cpu")
     spec = with_eye(config, spec, model)
-    config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None, images=spec.eye is not None)
+    config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()

@@ -21,6 +21,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.records import ImagePiece, Request
 from tests.helpers.engines import request
 from tests.helpers.models import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tokenizer, make_wrapped
+from tests.helpers.mtp_checkpoints import SAYS_MTP, mtp_tensors, stored, text_config, write_model
 
 if TYPE_CHECKING:
     from batchspec.engine.loop.engine import Engine
@@ -63,16 +64,21 @@ SHAPES["qwen3_5_moe"] = SHAPES["qwen3_5"] | {
 }
 
 
-def make_image_model(folder: Path, kind: str = "qwen3_5", *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A random model of this kind with its tokenizer, chat template and preprocessor_config.json."""
+def make_image_model(
+    folder: Path, kind: str = "qwen3_5", *, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False
+) -> Path:
+    """A random model of this kind with its tokenizer, chat template and preprocessor_config.json. mtp: with an MTP layer."""
     vision: dict[str, Any] = {
         "depth": 3, "num_heads": 2, "hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 64,
         "num_position_embeddings": 25, "initializer_range": 0.2,
         "patch_size": 4, **VISION[kind],
     }
-    text = {**SHAPES[kind], "max_position_embeddings": 1024}
+    text = {**SHAPES[kind], "max_position_embeddings": 1024, **(SAYS_MTP if mtp else {})}
     ids: dict[str, Any] = {"image_token_id": PAD, "video_token_id": 303, "vision_start_token_id": 300, "vision_end_token_id": 302}
     make_wrapped(folder, kind, text, vision=vision, vocab=VOCAB, seed=seed, dtype=dtype, **ids)
+    if mtp:
+        layer = {name: own.to(dtype) for name, own in mtp_tensors(text_config(folder), seed=seed + 1).items()}
+        write_model(folder, dict(stored(folder)), layer)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     return add_marks(folder)
 
@@ -127,14 +133,16 @@ def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, 
     return replace(request(index, ids, cap=cap, **more), images=tuple(pieces))
 
 
-def image_engine(target: Target, drafter: Drafter, batch: PackedBatch, *, kept_images: int = 64, **more: Any) -> Engine:
+def image_engine(
+    target: Target, drafter: Drafter, batch: PackedBatch, *, kept_images: int = 64, options: Any = None, **more: Any
+) -> Engine:
     from batchspec.engine.features import RowFeatures
     from batchspec.engine.loop.engine import Engine
     from batchspec.job.load.build import prepared_images
 
     features = RowFeatures(eye=target.eye, kept_images=kept_images, prepared=prepared_images(target.spec, batch.max_len), **more)
     batch = replace(batch, num_verified=max(batch.num_verified, drafter.shape.num_verified))
-    return Engine(target, drafter, batch, device=target.device, features=features)
+    return Engine(target, drafter, batch, device=target.device, features=features, options=options)
 
 
 def inputs_of(folder: Path, ids: Sequence[int], images: Sequence[bytes]) -> dict[str, torch.Tensor]:

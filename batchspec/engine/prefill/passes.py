@@ -73,7 +73,7 @@ class Prefilled:
 def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
     """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise."""
     device = rows.tokens.device
-    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
+    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size, shifted=bool(round_.drafter.aux_layer_ids))
     with prefilling(round_):
         hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, round_.drafter.aux_layer_ids, ends_only=True)
         # The rows that end here, in slot order: the choice of slot r is at index cu_seqlens_q[r].
@@ -189,8 +189,10 @@ def seconds_of(launch: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
-    """The segments concatenated, and the slot of each, int64 [segments]."""
+def flat_batch(
+    rows: DeviceBatch, segments: Sequence[Segment], page_size: int, *, shifted: bool = False
+) -> tuple[FlatBatch, Tensor]:
+    """The segments concatenated, and the slot of each, int64 [segments]. shifted: with `FlatBatch.next_images`."""
     device = rows.tokens.device
     lengths = [s.end - s.begin for s in segments]
     slot_ids, begins, ends, q_len = upload(
@@ -203,7 +205,8 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
     batch.host = HostLayout(lengths, [s.end for s in segments])
     batch.tokens = "outputs" if segments[0].generated else "prompt"
     if rows.images is not None:
-        batch.rope, batch.images = rows.images.inputs([(s.slot, s.begin, s.end) for s in segments])
+        spans = [(s.slot, s.begin, s.end) for s in segments]
+        batch.rope, batch.images, batch.next_images = rows.images.inputs(spans, shifted=shifted)
     return batch, slot_ids
 
 

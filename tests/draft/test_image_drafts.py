@@ -1,0 +1,310 @@
+"""Heads and MTP layers that draft for rows with images: what they draft is what their definition drafts, with the embeddings of
+images in the places of the next tokens and with positions along three axes; tokens are those without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.batch import images
+from batchspec.batch.image_inputs import AxisPositions
+from batchspec.batch.images import rope_positions
+from batchspec.cache.page_tables import RowPages
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
+from batchspec.draft.hybrid import HybridDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.mtp import MtpDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.reader import HeadReader
+from batchspec.draft.weights import load_head
+from batchspec.engine.prefill.passes import flat_batch
+from batchspec.engine.slots import expected_pages
+from batchspec.engine.step import Segment
+from batchspec.images.decode import decode
+from batchspec.images.rule import Fit
+from batchspec.model.target import Target
+from batchspec.records import Completion, Request, SamplingParams
+from tests.helpers import eagle_reference, mtp_definition
+from tests.helpers.drafting import Proposals, Recording, synthetic
+from tests.helpers.eagle_reference import Design
+from tests.helpers.engines import DEVICE, packed
+from tests.helpers.heads import Tensors, random_tensors, tiny_design, write_head
+from tests.helpers.image_models import image_engine, image_request, image_target, make_image_model, picture
+from tests.helpers.mtp_drafting import drafter_spec
+
+A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
+ROWS: tuple[tuple[int | bytes, ...], ...] = ((9,), (A, 7), (5, B, 1, C, 3), (3, picture(100, 20, 5)), (70, C, 2), (C,))
+BATCH = packed(slots=3, max_len=256, num_pages=400, prefill_tokens=64, num_verified=3)
+MASK = 17
+DOUBLE = torch.float64
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_image_model(folder / "qwen3_5", "qwen3_5", seed=3, dtype=DOUBLE, mtp=True)
+    make_image_model(folder / "qwen3_vl", "qwen3_vl", seed=3, dtype=DOUBLE)
+    return folder
+
+
+def rows_of(target: Target, cap: int, **more: Any) -> list[Request]:
+    return [image_request(i, target.spec, parts, cap=cap, seed=i, **more) for i, parts in enumerate(ROWS)]
+
+
+def tokens(done: Sequence[Completion]) -> dict[str, list[int]]:
+    assert [one.error for one in done] == [None] * len(done)
+    return {one.request_id: one.token_ids.tolist() for one in done if one.token_ids is not None}
+
+
+def head_of(folder: Path, target: Target, design: Design, tensors: Tensors) -> Head:
+    write_head(folder, design, tensors)
+    return load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
+
+
+class RecordedMtp(Recording, MtpDrafter):
+    pass
+
+
+class RecordedChain(Recording, ChainDrafter):
+    pass
+
+
+class RecordedParallel(Recording, ParallelDrafter):
+    pass
+
+
+def mtp_drafter(folder: Path, target: Target, slots: int) -> RecordedMtp:
+    weights = drafter_spec(folder, target.spec).load(dtype=DOUBLE, device=DEVICE)
+    return RecordedMtp(weights, target, 3, slots=slots)
+
+
+def hidden_states(target: Target, one: Request, output: Sequence[int], taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    """Of the target in one pass over a row: after its final norm [T, H], and at boundaries [T, len(taps) * H]."""
+    engine = image_engine(target, NoDrafter(), replace(BATCH, num_slots=1, row_buckets=(1,)))
+    rows, count = engine.executor.rows, len(one.prompt_ids) + len(output)
+    pages = RowPages(engine.pools.groups.num_groups)
+    engine.pools.grow(pages, -(-count // BATCH.page_size))
+    rows.begin([0], [one], [list(output)])
+    assert rows.images is not None
+    rows.images.place(0, tuple(decode(piece.source, Fit(piece.height, piece.width)) for piece in one.images))
+    rows.grant([(0, 0, pages.columns())])
+    batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], BATCH.page_size)
+    return target.forward(batch, engine.executor.cache, taps)
+
+
+def image_rows(target: Target, one: Request) -> Tensor:
+    """[tokens of images, H] what they read in place of embeddings."""
+    assert target.eye is not None
+    pixels = [decode(piece.source, Fit(piece.height, piece.width)) for piece in one.images]
+    return torch.cat([rows[:, 0] for rows in target.eye.encode(pixels)]) if pixels else target.embedding[:0]
+
+
+def with_own_ids(one: Request, prefix: Sequence[int], first: int) -> list[int]:
+    """The tokens of a row; those of images have numbers of their own, from `first` on."""
+    ids = list(prefix)
+    for piece in one.images:
+        for place in range(piece.begin, piece.begin + piece.length):
+            ids[place], first = first, first + 1
+    return ids
+
+
+def rotated(x: Tensor, positions: Tensor, frequency: Tensor, sections: tuple[int, int, int]) -> Tensor:
+    """x [n, heads, D], of which the first numbers are rotated; positions [3, more]."""
+    axes = [axis if axis and j < 3 * sections[axis] else 0 for j, axis in ((j, j % 3) for j in range(len(frequency)))]
+    angle = (positions[axes, : len(x)].T.to(frequency.dtype) * frequency)[:, None]
+    cos, sin, half = angle.cos().to(x.dtype), angle.sin().to(x.dtype), len(frequency)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+@dataclass(frozen=True)
+class ImageMtp(mtp_definition.Mtp):
+    """An MTP layer for one row with images."""
+
+    positions: Tensor | None = None
+    sections: tuple[int, int, int] = (0, 0, 0)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        assert self.positions is not None
+        rope = self.config["rope_parameters"]
+        size = int(self.config["head_dim"] * rope["partial_rotary_factor"])
+        frequency = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        return rotated(x, self.positions, frequency, self.sections)
+
+
+class Reference:
+    """What is drafted after beginnings of rows, by definition."""
+
+    def __init__(self, target: Target, requests: Sequence[Request]) -> None:
+        self.target, self._requests = target, requests
+        self._kept: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
+
+    def row(self, prefix: tuple[int, ...]) -> Request:
+        (found,) = (one for one in self._requests if tuple(one.prompt_ids.tolist()) == prefix[: len(one.prompt_ids)])
+        return found
+
+    def positions(self, one: Request) -> Tensor:
+        return torch.from_numpy(rope_positions(one.images, 0, 256))
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        assert self.target.eye is not None
+        return self.target.eye.sections
+
+    def states(self, one: Request, prefix: Sequence[int], taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Of all tokens of a beginning but the last."""
+        return hidden_states(self.target, one, list(prefix)[len(one.prompt_ids) : -1], taps)
+
+    def mtp(self, folder: Path, prefix: tuple[int, ...], count: int) -> list[int]:
+        one, layer = self.row(prefix), mtp_definition.read_mtp(folder)
+        embedding = torch.cat((layer.embedding, image_rows(self.target, one)))
+        own = ImageMtp(
+            layer.tensors, embedding, layer.output, layer.config, positions=self.positions(one), sections=self.sections
+        )
+        hidden, _ = self.states(one, prefix, ())
+        return mtp_definition.reference_drafts(own, with_own_ids(one, prefix, len(layer.embedding)), hidden, count)
+
+    def head(self, draft: Callable[..., list[int]], design: Design, tensors: Tensors, prefix: tuple[int, ...], count: int) -> Any:
+        one = self.row(prefix)
+        _, taps = self.states(one, prefix, design.taps)
+        table = SimpleNamespace(embedding=torch.cat((self.target.embedding, image_rows(self.target, one))))
+        frequency = design.theta ** (-torch.arange(design.head_dim // 2, dtype=DOUBLE) / (design.head_dim // 2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(eagle_reference, "target_taps", lambda *_: taps)
+            patch.setattr(
+                eagle_reference, "rope", lambda x, theta: rotated(x, self.positions(one), frequency, self.sections)
+            )
+            return draft(design, tensors, table, with_own_ids(one, prefix, len(self.target.embedding)), count)
+
+
+def check(seen: Proposals, expected: Callable[[tuple[int, ...], int], list[int]]) -> None:
+    """Of each row its first drafts, which follow its prefill, and some later ones."""
+    assert len(seen) > 20
+    chosen = [(prefix, drafts) for prefix, drafts in (*seen[:8], *seen[8::7]) if drafts]
+    assert sum(len(drafts) for _, drafts in chosen) > 20
+    wrong = [(len(prefix), drafts, wanted) for prefix, drafts in chosen if drafts != (wanted := expected(prefix, len(drafts)))]
+    assert wrong == []
+
+
+def drafted(target: Target, drafter: Any, chunk: int, *, kept_images: int = 64) -> Proposals:
+    """What was proposed for all rows, about half of which is accepted."""
+    batch = replace(BATCH, prefill_tokens=max(chunk, target.spec.prefill_multiple or 1))
+    engine = image_engine(target, drafter, batch, kept_images=kept_images, options=synthetic(3))
+    tokens(list(engine.run(rows_of(target, 14))))
+    found: Proposals = drafter.seen
+    return found
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("chunk", [23, 64])
+def test_an_mtp_layer_drafts_by_its_definition(chunk: int, models: Path) -> None:
+    target = image_target(models / "qwen3_5", DOUBLE)
+    drafter = mtp_drafter(models / "qwen3_5", target, 3)
+    reference = Reference(target, rows_of(target, 14))
+    check(drafted(target, drafter, chunk), lambda prefix, count: reference.mtp(models / "qwen3_5", prefix, count))
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(("chunk", "options"), [(23, {}), (64, {"dead_positions": False}), (7, {"uniform_slots": False})])
+def test_a_chain_drafts_by_its_definition(chunk: int, options: Any, models: Path, tmp_path: Path) -> None:
+    """In chunks that end in images and before them; with few embeddings kept an image is encoded for the token before it, and
+    again."""
+    target = image_target(models / "qwen3_vl", DOUBLE)
+    design = tiny_design(target.spec, qk_norm=chunk == 23)
+    tensors = random_tensors(design, seed=2)
+    drafter = RecordedChain(head_of(tmp_path, target, design, tensors), target, 3, slots=3, **options)
+    reference, draft = Reference(target, rows_of(target, 14)), eagle_reference.reference_drafts
+    check(drafted(target, drafter, chunk, kept_images=8), lambda *asked: reference.head(draft, design, tensors, *asked))
+
+
+@pytest.mark.second
+def test_a_parallel_head_drafts_by_its_definition(models: Path, tmp_path: Path) -> None:
+    target = image_target(models / "qwen3_vl", DOUBLE)
+    design = tiny_design(target.spec, mask_id=MASK)
+    tensors = random_tensors(design, seed=2)
+    drafter = RecordedParallel(head_of(tmp_path, target, design, tensors), target, 3, slots=3)
+    reference, draft = Reference(target, rows_of(target, 14)), eagle_reference.reference_parallel_drafts
+    check(drafted(target, drafter, 23), lambda *asked: reference.head(draft, design, tensors, *asked))
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)])
+@pytest.mark.parametrize("name", ["mtp", "eagle3", "hybrid", "parallel"])
+def test_tokens_are_those_without_drafts(
+    name: str, sampling: SamplingParams, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, 64 tokens a row, or 24 that are sampled; with few pages rows are preempted."""
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
+    target = image_target(models / ("qwen3_5" if name == "mtp" else "qwen3_vl"), DOUBLE)
+    requests = rows_of(target, 24 if sampling.temperature else 64, sampling=sampling, predicted=2)
+    expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
+    preempted = 0
+    for pages in (400, 50 if sampling.temperature else 60):
+        drafter = drafter_named(name, models, target, tmp_path / str(pages))
+        batch = replace(BATCH, num_pages=pages, prefill_tokens=target.spec.prefill_multiple or 23)
+        engine = image_engine(target, drafter, batch, kept_images=8)
+        done = list(engine.run(requests))
+        assert tokens(done) == expected
+        assert sum(0 if one.stats is None else one.stats.num_drafted for one in done) > 100
+        preempted += engine.totals.preempted
+    assert preempted
+
+
+def drafter_named(name: str, models: Path, target: Target, folder: Path) -> Any:
+    if name == "mtp":
+        return mtp_drafter(models / "qwen3_5", target, 3)
+    design = tiny_design(target.spec, mask_id=MASK if name == "parallel" else None)
+    head = head_of(folder, target, design, random_tensors(design))
+    if name == "parallel":
+        return ParallelDrafter(head, target, 3, slots=3)
+    chain = ChainDrafter(head, target, 3, slots=3)
+    lookup = LookupDrafter(3, min_ngram=1, max_ngram=3)
+    return chain if name == "eagle3" else HybridDrafter(chain, lookup, slots=3, device=DEVICE)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "embeddings of the placeholder": lambda patch: patch.setattr(
+        "batchspec.draft.mtp_head.put_images", lambda *_: None
+    ),
+    "positions of rounds that do not follow those of prefill": lambda patch: patch.setattr(
+        HeadReader, "_rope", _farther(HeadReader._rope)
+    ),
+    "embeddings of the image before": lambda patch: patch.setattr(
+        images.ImagesOnDevice, "_found", _not_shifted(images.ImagesOnDevice._found)
+    ),
+}
+
+
+def _farther(rope: Any) -> Any:
+    return lambda self, positions: rope(self, positions if isinstance(positions, AxisPositions) else positions + 7)
+
+
+def _not_shifted(found: Any) -> Any:
+    def wrong(self: Any, segments: Any) -> Any:
+        shift = min(begin for _, begin, _ in segments) % 2  # passes begin at even positions
+        return found(self, [(slot, begin - shift, end - shift) for slot, begin, end in segments])
+
+    return wrong
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_the_layer_reads_of_images_is_found(
+    fault: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = image_target(models / "qwen3_5", DOUBLE)
+    drafter, reference = mtp_drafter(models / "qwen3_5", target, 3), Reference(target, rows_of(target, 14))
+    with monkeypatch.context() as patch:
+        FAULTS[fault](patch)
+        seen = drafted(target, drafter, 64)
+    with pytest.raises(AssertionError, match=r"assert \[\(\d+"):
+        check(seen, lambda prefix, count: reference.mtp(models / "qwen3_5", prefix, count))
