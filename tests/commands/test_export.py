@@ -303,7 +303,7 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         (json.dumps(request(n=10**400)), r"body.n=10{59} does not fit in 64 bits"),
         (json.dumps(request(seed=1e30)), r"body.seed=1e\+30 does not fit in 64 bits"),
         (json.dumps(request(messages="hi")), r"body.messages is not a list"),
-        (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "body.messages have an image"),
+        (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image"}]}])), "image part without an image"),
         (json.dumps(request(messages=[{"role": "assistant", "tool_calls": [1]}])), "tool_calls that are not a list"),
         (json.dumps(request(messages=[turn("user", "x") | {"audio": 1}])), r"body.messages\[0\].audio has no place"),
         (json.dumps(request(messages=[turn("user", "x") | {"a\x1b": 1}])), r"body.messages\[0\].a\\u001b has no place"),

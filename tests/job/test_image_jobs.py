@@ -453,6 +453,26 @@ def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_eye_
     assert open_job(compose(words(vl, tmp_path, f"model.adapter={of_eye}"))).spec.eye is None
 
 
+@pytest.mark.second
+def test_batch_requests_of_openai_may_hold_images(vl: Path, tmp_path: Path) -> None:
+    chat = user([{"type": "image_url", "image_url": {"url": url(A)}}, {"type": "text", "text": "What is this?"}])
+    (expected,) = done(vl, tmp_path, [{"messages": json.dumps(chat)}], "model.eye=true", "decode.max_new_tokens=12")
+    small = user([{"type": "image_url", "image_url": {"url": url(A), "detail": "low"}}])
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": messages, "max_tokens": 12}}
+        for name, messages in (("a", chat), ("b", small), ("c", user("none")))
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for more, code in ((["model.eye=true"], ""), ([], "no_eye")):
+        keys = [*words(vl, tmp_path, *more, "output.overwrite=true"), f"input.path={tmp_path}/in.jsonl"]
+        assert run.main([word for word in keys if not word.endswith("/in.parquet")]) == 0
+        found = written(tmp_path)
+        assert [code_of(row)[0] for row in found] == [code, "bad_request", ""]
+        assert "detail='low', which would have no effect" in code_of(found[1])[1]
+        assert found[0]["token_ids"] == (None if code else expected["token_ids"])
+        assert found[0].get("image_digest") == (None if code else expected["image_digest"])
+
+
 def test_plan_counts_images_and_their_tokens(vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [{"messages": user("<image> and <image>"), "images": [A, C]}, {"messages": user("none"), "images": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.data.dataset.json_text import parse
-from batchspec.data.dataset.messages import BadChat, Message, NoEye, read_chat
+from batchspec.data.dataset.messages import BadChat, FromColumn, Message, read_chat
 from batchspec.data.dataset.openai_keys import (
     ADDS_ANSWER,
     COLUMNS,
@@ -213,14 +213,14 @@ def _messages(turns: Any) -> list[Message]:
             raise BadRequest(
                 f"body.messages[{i}].{shown(other[0])} has no place in a batchspec input; leave the line out or rewrite it"
             )
+    turns, images = [_only_read(turn) for turn in turns], list[Any]()
     try:
-        return read_chat([_only_read(turn) for turn in turns], final="continue")
-    except NoEye:
-        raise BadRequest(
-            "body.messages have an image, which is not read of batch requests; write the chats in a column messages"
-        ) from None
+        found = read_chat(turns, final="continue", images=images)
     except BadChat as error:
         raise BadRequest(f"body.messages: {error}") from None
+    if any(isinstance(image, FromColumn) for image in images):
+        raise BadRequest("body.messages have an image part without an image; give a data URL, or drop the line")
+    return turns if images else found  # admission reads the images
 
 
 def _only_read(turn: Any) -> Any:
