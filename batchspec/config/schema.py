@@ -172,7 +172,7 @@ class InputConfig:
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""
     image_root: str | None = key(None, path=True)
-    """Local folder: images that the input names by a path are files below it. null: such a row is an error row."""
+    """Folder, local or in a store: images that the input names by a path are files below it. null: such a row is an error row."""
     min_pixels: int | None = key(
         None, low=1, advice="null is the model's own", column=Column("integer", must_be_mapped=True), advanced=True
     )

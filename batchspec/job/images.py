@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
 from batchspec.config.no_effect import refuse_given
@@ -25,14 +24,12 @@ NO_EFFECT = "has no effect without input.columns.images or model.eye; remove the
 def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, ColumnMap]:
     """The configuration and columns of a job, which say whether its prompts may have images. Raises ConfigError for prompts that
     are no chats."""
-    column, root = columns.get(IMAGES), config.input.image_root
+    column = columns.get(IMAGES)
     if column is None and not config.model.eye:
         refuse_given(config, KEYS, NO_EFFECT)
         if mapped := [name for name in ("min_pixels", "max_pixels") if columns.get(name) is not None]:
             raise ConfigError(f"input.columns.{mapped[0]}={columns.get(mapped[0])} {NO_EFFECT}")
         return config, columns
-    if root is not None and not Path(root).is_dir():
-        raise ConfigError(f"input.image_root={root}: no such folder on this machine; correct it, or give images as bytes")
     why = "model.eye=true" if column is None else f"input.columns.images={column}"
     if columns.prompt_kind == "prompt_ids" or (columns.prompt_kind == "prompt" and not config.input.chat):
         raise ConfigError(

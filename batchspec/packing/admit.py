@@ -35,7 +35,6 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -43,6 +42,7 @@ import pyarrow as pa
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.console.text import quoted
 from batchspec.data.dataset.columns import IMAGES, TYPES, ColumnMap
+from batchspec.data.dataset.image_files import ImageFiles
 from batchspec.data.dataset.messages import USUAL_SYSTEM, BadChat, with_user_turn
 from batchspec.data.dataset.reader import InputShard, Source, SourceFacts, place_in_file
 from batchspec.data.dataset.row_ids import request_ids
@@ -134,7 +134,7 @@ class Admission:
             self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len,
             cuts_end=self._rows_of_task.cuts_end,
             images=None if spec.eye is None else PromptImages(
-                spec.eye.rule, columns.get(IMAGES) is not None, Path(root) if (root := config.input.image_root) else None
+                spec.eye.rule, columns.get(IMAGES) is not None, ImageFiles.of(root) if (root := config.input.image_root) else None
             ),
         )
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}

@@ -12,18 +12,17 @@ import binascii
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchspec.console.text import quoted
+from batchspec.data.dataset.image_files import ImageFiles
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
 from batchspec.images.rule import ImageRule
 from batchspec.packing.cells import number_option
-from batchspec.process.local_files import open_regular
 from batchspec.records import Ids, ImagePiece
 
 _BASE64 = ";base64,"
@@ -44,8 +43,8 @@ class PromptImages:
     rule: ImageRule
     from_column: bool
     """Whether rows have a column of images, which their chats mark."""
-    root: Path | None
-    """Folder of the images that are named by a path; None: none is."""
+    files: ImageFiles | None
+    """The images that are named by a path; None: none is."""
 
     def rule_of(self, row: Mapping[str, Any]) -> ImageRule:
         """The rule with the row's own limits on pixels. Raises BadRow for limits that no size is within, and for more pixels than
@@ -102,7 +101,14 @@ class PromptImages:
             raise BadRow("missing_image", f"image {number} is null; give its bytes, or take its part out of the chat")
         if not isinstance(given, str):
             raise BadRow("bad_image", f"image {number} is no bytes, struct of bytes, path or data URL; correct it")
-        return of_data_url(given, number) if given.startswith("data:") else of_file(given, self.root, number)
+        if given.startswith("data:"):
+            return of_data_url(given, number)
+        if self.files is not None:
+            return self.files.read(given, number, MOST_BYTES + 1)
+        said = "the path {}, and input.image_root is not set; set it, or give the image's bytes"
+        if "://" in given:
+            said = "the URL {}, and URLs are not downloaded; give its bytes"
+        raise BadRow("missing_image", f"image {number} is {said.format(quoted(given[:80]))}")
 
     def expanded(self, ids: Ids, images: Sequence[bytes], row: Mapping[str, Any]) -> Prompt:
         """The prompt in which each placeholder is as many tokens as its image takes, by the limits on pixels of this row."""
@@ -177,24 +183,3 @@ def of_data_url(url: str, number: int) -> bytes:
         return b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadRow("bad_image", f"image {number}: its base64 is not valid ({error}); correct it") from None
-
-
-def of_file(path: str, root: Path | None, number: int) -> bytes:
-    """The bytes of a file below `root`, links followed. It is missing, and may be there later, if it cannot be read."""
-    where = f"image {number} is the file {quoted(path[:200])}"
-    if root is None or "://" in path:
-        if "://" in path:
-            said = f"the URL {quoted(path[:80])}, and URLs are not downloaded; give its bytes"
-        else:
-            said = f"the path {quoted(path[:80])}, and input.image_root is not set; set it, or give the image's bytes"
-        raise BadRow("missing_image", f"image {number} is {said}")
-    try:
-        file = (root / path).resolve()
-        if not file.is_relative_to(root.resolve()):
-            raise BadRow("missing_image", f"{where}, which is outside of input.image_root={root}; correct it")
-        with open_regular(file) as opened:
-            data = opened.read(MOST_BYTES + 1)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that lead to each other
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise BadRow("missing_image", f"{where} of input.image_root={root}: {said}", retryable=True) from None
-    return data

@@ -28,9 +28,11 @@ from batchspec.heads.data import read_rows
 from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
+from batchspec.job.runner.shard_work import ShardWork
 from batchspec.model.vision.registry import load_eye
 from batchspec.packing.image_cost import PREPARE_S
-from batchspec.records import Completion
+from batchspec.records import Completion, Request, RowError
+from tests.data.s3_lab import BUCKET, running_lab
 from tests.helpers.image_models import PAD, PREPROCESSOR, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
@@ -41,6 +43,7 @@ from tests.model.test_lora import make_adapter, products
 Rows = list[dict[str, Any]]
 A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
 ONE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+NO_ANSWER = RowError(code="failed", stage="decode", message="none", retryable=False)
 URL = pa.struct([("url", pa.string())])
 PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", pa.binary()), ("image_url", URL)])
 
@@ -451,6 +454,55 @@ def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_eye_
     said = refused(vl, tmp_path, "input.columns={images:images}", f"model.adapter={of_eye}")
     assert "adapters of what encodes images are not supported: merge" in said
     assert open_job(compose(words(vl, tmp_path, f"model.adapter={of_eye}"))).spec.eye is None
+
+
+@pytest.mark.parametrize(("more", "kept"), [((), False), (("output.passthrough=[images]",), True)])
+def test_a_shard_keeps_no_images_after_admission_unless_the_output_copies_them(
+    more: tuple[str, ...], kept: bool, vl: Path, tmp_path: Path
+) -> None:
+    rows: Rows = [{"messages": user("<image>Go"), "images": A}, {"messages": user("Go"), "images": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    job = open_job(compose(words(vl, tmp_path, "input.columns={images:images}", *more)))
+    work = ShardWork.of(job)
+    (admitted,) = work.admitted(job.source.shards(job.layout))
+    first, second = admitted.entries
+    assert isinstance(first, Request)
+    assert isinstance(second, Completion) or not second.images
+    assert [piece.source for piece in first.images] == [A]
+    assert admitted.shard.table["images"].to_pylist() == ([A, None] if kept else [None, None])
+    failed = [
+        Completion(request_id="a", row_index=i, sample_index=0, shard=0, status="error", finish_reason="error", error=NO_ANSWER)
+        for i in range(2)
+    ]
+    found = work.table(admitted.shard, failed)
+    assert found["messages"].to_pylist() == [[{"role": "user", "content": text}] for text in ("<image>Go", "Go")]
+    assert ("images" in found.column_names) == kept
+    if kept:
+        assert found["images"].to_pylist() == [A, None]
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_may_be_objects_of_a_store(workers: int, vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in this process, and in one that reads rows."""
+    with running_lab() as lab:
+        for name, value in lab.environ().items():
+            monkeypatch.setenv(name, value)
+        lab.put("pictures/deep/a.png", A)
+        lab.put("secret.png", A)
+        root = f"s3://{BUCKET}/pictures"
+        names = ["deep/a.png", f"{root}/deep/a.png", "deep/../deep/a.png", "b.png", "../secret.png", "https://x.org/a.png", A]
+        rows = [{"messages": json.dumps(user([{"type": "image", "image": url(A) if name is A else name}]))} for name in names]
+        keys = ("model.eye=true", f"input.image_root={root}", "decode.max_new_tokens=6", f"input.num_workers={workers}")
+        found = done(vl, tmp_path, rows, *keys)
+        said = refused(vl, tmp_path, "input.columns={images:images}", f"input.image_root=s3://{BUCKET}/nothing")
+    codes = [(row["error"]["code"], row["error"]["retryable"]) if row["error"] else None for row in found]
+    missing = [("missing_image", may_come) for may_come in (True, False, False)]
+    assert codes == [None, None, None, *missing, None]
+    assert "'../secret.png', which is outside of input.image_root" in found[4]["error"]["message"]
+    assert len({tuple(row["token_ids"]) for row in found if row["token_ids"]}) == 1
+    assert len({row["image_digest"] for row in found if not row["error"]}) == 1
+    assert f"input.image_root=s3://{BUCKET}/nothing: no such folder in the store" in said
 
 
 @pytest.mark.second

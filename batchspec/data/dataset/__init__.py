@@ -9,6 +9,7 @@ Input:
   dataset_folders.py   which files of a folder are its data
   hub_splits.py        which files of a hub dataset belong to a split
   in_memory.py         rows in memory as a table
+  image_files.py       images that rows name by a path
   files.py             an input file as parts that can be read independently; Parquet
   decoding.py          how a row group of Parquet is decoded in bounded memory
   arrow_file.py        Arrow IPC files and streams as such files

@@ -6,14 +6,14 @@ A worker process gets only a `ShardWork` (`shard_workers.py`), so it can be pick
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import polars as pl
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.dataset.writer import build_table, plain_table
 from batchspec.data.runstate.shard_writer import PendingFile, UnpublishedFile, WrittenFile
@@ -54,7 +54,17 @@ class ShardWork:
 
     def admitted(self, shards: Iterator[InputShard]) -> AdmittedShards:
         """The shards, in order, with the results of admitting their rows."""
-        return AdmittedShards(AdmittedShard(shard, self.admission.admit(shard)) for shard in shards)
+        return AdmittedShards(AdmittedShard(self.without_images(shard), self.admission.admit(shard)) for shard in shards)
+
+    def without_images(self, shard: InputShard) -> InputShard:
+        """The shard as it is kept until it is committed: without the cells of images, unless the output copies them."""
+        name, copied = self.columns.get(IMAGES), self.output.passthrough
+        if name is None or self.columns.templates or (not isinstance(copied, str) and name in copied):
+            return shard  # templates may read any column, and do so again for the output
+        table = shard.table
+        index = table.schema.get_field_index(name)
+        field = table.schema.field(index).with_nullable(True)
+        return replace(shard, table=table.set_column(index, field, pa.nulls(table.num_rows, field.type)))
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> PendingTable:
         """The completions as output rows. Worker processes begin to make them at once; here they are made when asked for."""

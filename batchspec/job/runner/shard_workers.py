@@ -60,6 +60,7 @@ class ShardWorkers:
 
     def __init__(self, work: ShardWork, num_workers: int) -> None:
         self._first_message, self._num_workers, self._closed = to_bytes(work), num_workers, False
+        self._without_images = work.without_images
         self._predictor = work.admission.predictor
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._all = [_Process(self._first_message) for _ in range(num_workers)]
@@ -83,7 +84,8 @@ class ShardWorkers:
         """Read the next shard and have it admitted; None at the end. Only the reader's thread uses `shards`."""
         if self._settling or (shard := next(shards, None)) is None:
             return None
-        return shard, self._submit(f"admit shard {shard.index}", shard_worker.admit, shard, self._predictor)
+        admitted = self._submit(f"admit shard {shard.index}", shard_worker.admit, shard, self._predictor)
+        return self._without_images(shard), admitted
 
     def settle(self) -> None:
         """Stop reading the shards that were given so far; after this no other thread uses them."""

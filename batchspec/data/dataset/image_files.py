@@ -1,0 +1,71 @@
+"""Images that rows name by a path: files below input.image_root, a local folder or one in an object store."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from batchspec.console.text import quoted
+from batchspec.data.storage.places import LocalPlace, RemotePlace, place_of
+from batchspec.errors import BadRow, ConfigError, InputError
+from batchspec.process.local_files import open_regular
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """The files below a folder. Objects of a store are read one by one, each by two requests."""
+
+    root: str
+    place: LocalPlace | RemotePlace
+
+    @classmethod
+    def of(cls, root: str) -> ImageFiles:
+        """Of input.image_root. Raises ConfigError for a local folder that is not there, and for a store that is not read;
+        StorageError."""
+        try:
+            place = place_of(root)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("input.path", "input.image_root", 1)) from None
+        assert isinstance(place, LocalPlace | RemotePlace)
+        if not place.is_dir():
+            where = "on this machine" if isinstance(place, LocalPlace) else "in the store"
+            raise ConfigError(f"input.image_root={root}: no such folder {where}; correct it, or give images as bytes")
+        return cls(root, place)
+
+    def read(self, path: str, number: int, most: int) -> bytes:
+        """The bytes of a file, of a larger one the first `most`. number: of the image in its row, from 1, for messages.
+
+        Links are followed. Raises BadRow (missing_image) for a file outside of the folder, and for one that cannot be read, which
+        may be there later; StorageError for a store that does not answer.
+        """
+        where = f"image {number} is the file {quoted(path[:200])}"
+        inner = path.removeprefix(f"{str(self.place).rstrip('/')}/") if isinstance(self.place, RemotePlace) else path
+        if "://" in inner:
+            said = f"the URL {quoted(path[:80])}, and URLs are not downloaded; give its bytes"
+            raise BadRow("missing_image", f"image {number} is {said}")
+        try:
+            found = self._local(inner, most) if isinstance(self.place, LocalPlace) else self._remote(self.place, inner, most)
+        except (OSError, RuntimeError, ValueError, InputError) as error:  # RuntimeError: links that lead to each other
+            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise BadRow("missing_image", f"{where} of input.image_root={self.root}: {said}", retryable=True) from None
+        if found is None:
+            raise BadRow("missing_image", f"{where}, which is outside of input.image_root={self.root}; correct it")
+        return found
+
+    def _local(self, path: str, most: int) -> bytes | None:
+        root = Path(self.root)
+        file = (root / path).resolve()
+        if not file.is_relative_to(root.resolve()):
+            return None
+        with open_regular(file) as opened:
+            return opened.read(most)
+
+    @staticmethod
+    def _remote(root: RemotePlace, path: str, most: int) -> bytes | None:
+        inner = os.path.normpath(path)
+        if inner.startswith(("/", "..")):
+            return None
+        with io.BufferedReader(root.at(root.path / PurePosixPath(inner)).open()) as file:  # type: ignore[type-var]
+            return file.read(most)
