@@ -28,19 +28,22 @@ def decode(data: bytes, fit: Fit) -> Rgb:
         importlib.import_module("PIL.ImageOps").exif_transpose(image, in_place=True)
         if (image.height, image.width) != (header.height, header.width):
             raise BadImage("bad_image", "its EXIF orientation is stored after the pixels; rotate the image and save it again")
-        rgb = to_rgb(image)
-        return np.asarray(rgb.resize((fit.width, fit.height), pillow().Resampling.BICUBIC))
+        resized = opaque(image).resize((fit.width, fit.height), pillow().Resampling.BICUBIC)
+        return np.asarray(resized if resized.mode == "RGB" else resized.convert("RGB"))
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """The image in mode RGB: transparency over white. Grey of 16 bits keeps its upper 8, as Pillow reads colours of 16 bits;
-    Pillow's own conversion makes everything above 255 white. Raises BadImage for modes without a range."""
+def opaque(image: Image.Image) -> Image.Image:
+    """The image in mode RGB, transparency over white, or in mode L if it is grey: the same numbers in half of the time.
+
+    Grey of 16 bits keeps its upper 8, as Pillow reads colours of 16 bits; Pillow's own conversion makes everything above 255
+    white. Raises BadImage for modes without a range.
+    """
     if image.mode in _WIDE:
         image = pillow().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise BadImage("bad_image", f"its pixels are numbers of 32 bits (mode {image.mode}), whose range is unknown; save 8 bits")
     if "A" not in image.getbands() and "a" not in image.getbands() and image.info.get("transparency") is None:
-        return image if image.mode == "RGB" else image.convert("RGB")  # the conversion of RGB would copy it
+        return image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
     image = image.convert("RGBA")
     white = pillow().new("RGBA", image.size, (255, 255, 255, 255))
     return pillow().alpha_composite(white, image).convert("RGB")  # type: ignore[no-any-return]
