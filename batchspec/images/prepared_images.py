@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -52,6 +52,7 @@ class _Image:
     """An image that rows have asked for."""
 
     piece: ImagePiece
+    """The present one of a row that asks; without the encoded image if none does."""
     num_asks: int = 0
     """Asks of rows that have not taken it; a row may have it several times."""
     blocks: list[int] = field(default_factory=list)
@@ -102,6 +103,7 @@ class PreparedImages:
         self._rows[row] = tuple(pieces)
         for piece in pieces:
             image = self._images.setdefault(piece.digest, _Image(piece))
+            image.piece = piece
             self._num_missing += not image.num_asks and image.made is None
             image.num_asks += 1
         self._begin()
@@ -145,6 +147,7 @@ class PreparedImages:
             if image.num_asks:
                 continue
             self._images.move_to_end(piece.digest)
+            image.piece = replace(piece, source=b"")  # it may be larger than the pixels
             if image.made is None:
                 self._num_missing -= 1
                 del self._images[piece.digest]

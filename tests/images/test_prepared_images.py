@@ -208,13 +208,16 @@ def test_an_image_that_takes_too_much_memory_is_an_error_of_its_row(monkeypatch:
     assert (taken(prepared, "small")[0] == right(piece(2))).all()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_order_of_asks_ends_with_the_right_pixels_and_leaves_no_block_taken(seed: int) -> None:
-    """In memory for three images, or for the longest row, of which most rows have to wait; rows come back after a preemption."""
+@pytest.mark.parametrize("most", [3, 10])
+@pytest.mark.parametrize("seed", range(2))
+def test_any_order_of_asks_ends_with_the_right_pixels_and_leaves_no_block_taken(seed: int, most: int) -> None:
+    """In memory for so many blocks, or for the longest row, which is all that there is or more: most rows have to wait, and those
+    that come back after a preemption take the blocks of others."""
     rng = random.Random(seed)
     pieces = [piece(number, 8 * rng.randint(1, 8), 8 * rng.randint(1, 20)) for number in range(8)]
     rows = [tuple(rng.choices(pieces, k=rng.randint(1, 5))) for _ in range(30)]
-    prepared = PreparedImages(longest_row=(5, 5 * 64 * 160 * 3), most_bytes=3 * BLOCK, num=1)
+    longest_row = (5, 5 * 64 * 160 * 3) if most == 3 else (0, 0)
+    prepared = PreparedImages(longest_row=longest_row, most_bytes=most * BLOCK, num=1)
     waiting = list(range(len(rows)))
     for row in waiting:
         prepared.ask(row, rows[row])
@@ -256,6 +259,7 @@ def test_memory_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> 
         if row + 20 < len(rows):
             prepared.ask(row + 20, (rows[row + 20],))
         assert len(prepared._images) <= 20 + 2
+        assert sum(bool(image.piece.source) for image in prepared._images.values()) <= 20
     assert os.fstat(prepared._memory.fd).st_blocks * 512 <= 8 * BLOCK
 
 
