@@ -214,8 +214,8 @@ def test_any_order_of_asks_ends_with_the_right_pixels_and_leaves_no_block_taken(
     """In memory for so many blocks, or for the longest row, which is all that there is or more: most rows have to wait, and those
     that come back after a preemption take the blocks of others."""
     rng = random.Random(seed)
-    pieces = [piece(number, 8 * rng.randint(1, 8), 8 * rng.randint(1, 20)) for number in range(8)]
-    rows = [tuple(rng.choices(pieces, k=rng.randint(1, 5))) for _ in range(30)]
+    pieces = [piece(number, 8 * rng.randint(1, 8), 8 * rng.randint(1, 20)) for number in range(40)]
+    rows = [tuple(rng.choices(pieces, k=rng.randint(1, 5))) for _ in range(25)]
     longest_row = (5, 5 * 64 * 160 * 3) if most == 3 else (0, 0)
     prepared = PreparedImages(longest_row=longest_row, most_bytes=most * BLOCK, num=1)
     waiting = list(range(len(rows)))
@@ -244,6 +244,19 @@ def test_any_order_of_asks_ends_with_the_right_pixels_and_leaves_no_block_taken(
     assert os.fstat(prepared._memory.fd).st_blocks * 512 <= prepared._memory.num_blocks * BLOCK
     prepared._keep(0)
     assert blocks_in_use(prepared) == 0
+
+
+def test_the_row_that_must_enter_next_takes_the_blocks_of_others_once_their_images_are_made() -> None:
+    """Else a row that was preempted would wait for rows that wait behind it."""
+    prepared, rows = PreparedImages(most_bytes=2 * BLOCK, num=1), [piece(seed, 64, 64) for seed in range(3)]
+    for row in range(3):
+        prepared.ask(row, (rows[row],))
+    prepared.hurry(2)
+    assert prepared._images[rows[2].digest].made is None, "an image that is being made keeps its block"
+    assert (taken(prepared, 2)[0] == right(rows[2])).all()
+    assert blocks_in_use(prepared) == 2
+    for row in (1, 0):
+        assert (taken(prepared, row)[0] == right(rows[row])).all()
 
 
 def test_memory_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
