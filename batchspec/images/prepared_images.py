@@ -30,8 +30,9 @@ from batchspec.process.own_process import finalize_here
 from batchspec.process.threads import start_thread
 from batchspec.records import ImagePiece
 
-MOST_BYTES, MOST_KEPT = 512 << 20, 128 << 20
-"""Bytes of pixels that are made ahead, and of those that were taken and stay. A single row may exceed the first."""
+MOST_BYTES, MOST_KEPT, MOST_IMAGES_KEPT = 512 << 20, 128 << 20, 256
+"""Bytes of pixels that are made ahead, of those that were taken and stay, and number of these images. A single row may exceed the
+first."""
 MOST_PROCESSES = 30
 CPU_S, ANSWER_S = 60, 300.0
 """Limits on the time for an image: CPU time in whole seconds, and time in seconds, after which its process is killed."""
@@ -230,8 +231,8 @@ class PreparedImages:
         """Evict images that no row asks for, those that were used longest ago first, while they have more bytes."""
         unused = [image for image in self._images.values() if not image.num_asks and image.is_done]
         count = BLOCK * sum(len(image.blocks) for image in unused)
-        for image in unused:
-            if count <= most:
+        for place, image in enumerate(unused):
+            if count <= most and len(unused) - place <= MOST_IMAGES_KEPT:
                 return
             count -= BLOCK * len(image.blocks)
             self._evict(image)

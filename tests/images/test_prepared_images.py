@@ -259,12 +259,13 @@ def test_the_row_that_must_enter_next_takes_the_blocks_of_others_once_their_imag
         assert (taken(prepared, row)[0] == right(rows[row])).all()
 
 
-def test_memory_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["MOST_KEPT", "MOST_IMAGES_KEPT"])
+def test_memory_does_not_grow_with_the_rows(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of 2 blocks: 4 are made ahead, and 2 stay."""
-    monkeypatch.setattr(prepared_images, "MOST_KEPT", 4 * BLOCK)
+    monkeypatch.setattr(prepared_images, limit, 4 * BLOCK if limit == "MOST_KEPT" else 2)
     prepared = PreparedImages(most_bytes=8 * BLOCK, num=1)
     source = picture(30, 50)
-    rows = [piece(seed, 100, 100, data=source) for seed in range(150)]
+    rows = [piece(seed, 100, 100, data=source) for seed in range(80)]
     for row, one in enumerate(rows[:20]):
         prepared.ask(row, (one,))
     for row in range(len(rows)):
