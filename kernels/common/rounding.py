@@ -19,5 +19,7 @@ def as_stored(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """x, fp32 or fp64, as it is read after it was stored as DTYPE. Source of the rates: CUDA Programming Guide, "Arithmetic
     Instructions", compute capability 9.0."""
     if INTERPRETED or tl.bfloat16 != DTYPE:
-        return x.to(DTYPE).to(x.dtype)
-    return tl.inline_asm_elementwise(_TWO, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+        stored = x.to(DTYPE).to(x.dtype)
+    else:
+        stored = tl.inline_asm_elementwise(_TWO, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    return stored
