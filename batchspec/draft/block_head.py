@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchspec.batch.image_inputs import ImageInputs
 from batchspec.checkpoint.config_values import shown
 from batchspec.checkpoint.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.checkpoint.weight_files import opened_weights
@@ -149,10 +150,12 @@ class BlockHead(BoundHead):
             store.rotate_and_store(part, q_norm=q_norm, k_norm=k_norm, eps=self._eps)
 
     def enter(
-        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
+        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The embedding alone enters layer 0: it is written to `hidden` [T, H], which becomes the residual stream. It is not
         scaled, whatever the target does: the sources' heads were trained so."""
+        assert images is None, "draft=block is refused with images"
         torch.index_select(self._embedding, 0, tokens, out=hidden)
         return rms_norm(hidden, self._layers[0].attention.norm, self._eps), hidden
 

@@ -29,10 +29,12 @@ from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.job.runner.shard_work import ShardWork
+from batchspec.model.spec import load_spec
 from batchspec.model.vision.registry import load_eye
 from batchspec.packing.image_cost import PREPARE_S
 from batchspec.records import Completion, Request, RowError
 from tests.data.s3_lab import BUCKET, running_lab
+from tests.helpers.heads import random_tensors, tiny_design, write_head
 from tests.helpers.image_models import PAD, PREPROCESSOR, add_marks, generated, make_image_model, picture, theirs
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
@@ -246,15 +248,27 @@ def refused(model: Path, folder: Path, *more: str, row: dict[str, Any] = ROW) ->
 @pytest.mark.parametrize(
     "key",
     [
-        "cache.dtype=fp8", "decode.deterministic=true", "model.quantize=fp8", "draft=pard", "draft.tree.topk=4",
+        "cache.dtype=fp8", "decode.deterministic=true", "model.quantize=fp8", "draft=pard", "draft=block", "draft.tree.topk=4",
         "cluster.tensor_parallel=2", "task=embed", "decode.score=prompts",
     ],
 )  # fmt: skip
 def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path, tmp_path: Path) -> None:
     embeds = ["decode.max_new_tokens=1024", "decode.ignore_eos=false"]
-    heads = {"draft=pard": ["draft.path=x"], "draft.tree.topk=4": ["draft=eagle3", "draft.path=x"]}
+    heads = {name: ["draft.path=x"] for name in ("draft=pard", "draft=block")}
+    heads["draft.tree.topk=4"] = ["draft=eagle3", "draft.path=x"]
     more = {**heads, "task=embed": embeds, "decode.score=prompts": embeds}.get(key, [])
     assert f"{key} is not supported with images" in refused(vl, tmp_path, key, *more, "input.columns={images:images}")
+
+
+@pytest.mark.parametrize("name", ["eagle3", "hybrid"])
+def test_a_head_narrower_than_its_model_is_refused(name: str, vl: Path, tmp_path: Path) -> None:
+    design = tiny_design(load_spec(vl), hidden=32, own_embedding=True)
+    write_head(tmp_path / "head", design, random_tensors(design))
+    keys = [f"draft={name}", f"draft.path={tmp_path}/head"]
+    said = refused(vl, tmp_path, *keys, "input.columns={images:images}")
+    assert "a head of hidden_size 32 reads no embeddings of images, which have the model's 64 numbers" in said
+    pq.write_table(pa.Table.from_pylist([{"prompt_ids": [3, 4]}]), tmp_path / "in.parquet")
+    assert open_job(compose(words(vl, tmp_path, *keys))).config.draft.name == name
 
 
 @pytest.mark.second

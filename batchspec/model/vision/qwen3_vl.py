@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Literal
 
 import numpy as np
@@ -186,28 +186,34 @@ class Qwen3VlEye:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        found: list[Tensor] = []
+        order = sorted(range(len(images)), key=lambda i: images[i].shape)  # equal sizes are prepared together
+        encoded: list[Tensor] = []
         group: list[NDArray[np.uint8]] = []
         count, area = 0, self.spec.rule.patch**2
-        for image in images:
+        for image in (images[i] for i in order):
             own = image.shape[0] * image.shape[1] // area
             if group and count + own > MOST_PATCHES:
-                found += self._pass(group)
+                encoded += self._pass(group)
                 group, count = [], 0
             group.append(image)
             count += own
-        return found + self._pass(group)
+        of_image = dict(zip(order, encoded + self._pass(group), strict=True))
+        return [of_image[i] for i in range(len(images))]
 
     def _pass(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
+        """images: those of one size one after another."""
         rule, spec, dtype = self.spec.rule, self.spec, self._patch.dtype
-        grids = [(image.shape[0] // rule.patch, image.shape[1] // rule.patch) for image in images]
+        groups = [list(group) for _, group in groupby(images, key=lambda image: image.shape)]
+        grids = [(group[0].shape[0] // rule.patch, group[0].shape[1] // rule.patch) for group in groups]
         coords = [merge_order(grid, rule.merge).to(self._device) for grid in grids]
-        cu_seqlens = [0, *accumulate(rows * cols for rows, cols in grids)]
-        patches = torch.cat([self._patches(image, own) for image, own in zip(images, coords, strict=True)])
+        sizes = [rows * cols for (rows, cols), group in zip(grids, groups, strict=True) for _ in group]
+        cu_seqlens = [0, *accumulate(sizes)]
+        patches = torch.cat([self._patches(group, own) for group, own in zip(groups, coords, strict=True)])
         x = F.linear(patches.to(dtype), self._patch, self._weights["patch_embed.proj.bias"])
-        table = self._weights["pos_embed.weight"]
-        x = x + torch.cat([grid_positions(table, own, grid) for own, grid in zip(coords, grids, strict=True)]).to(dtype)
-        angles = axial_angles(torch.cat(coords, 1), spec.size // spec.heads, spec.theta)
+        table, of_groups = self._weights["pos_embed.weight"], list(zip(groups, coords, grids, strict=True))
+        x = x + torch.cat([grid_positions(table, own, grid).to(dtype).repeat(len(group), 1) for group, own, grid in of_groups])
+        all_coords = torch.cat([own.repeat(1, len(group)) for group, own, _ in of_groups], 1)
+        angles = axial_angles(all_coords, spec.size // spec.heads, spec.theta)
         attend = AttentionWithin(cu_seqlens, dtype, self._device)
         deeper: list[Tensor] = []
         for layer in range(spec.depth):
@@ -216,15 +222,15 @@ class Qwen3VlEye:
                 name = f"deepstack_merger_list.{spec.deepstack.index(layer)}."
                 deeper.append(self._merged(name, x, inner_norm=False))
         rows = [self._merged("merger.", x, inner_norm=True), *deeper]
-        counts = [grid_rows * grid_cols // rule.merge**2 for grid_rows, grid_cols in grids]
-        parts = torch.stack(rows, 1).split(counts)
+        parts = torch.stack(rows, 1).split([size // rule.merge**2 for size in sizes])
         return [part.clone() for part in parts] if len(parts) > 1 else list(parts)  # a view would keep all parts in memory
 
-    def _patches(self, image: NDArray[np.uint8], coords: Tensor) -> Tensor:
-        """The normalised patches of an image, fp32 [n, 3 * frames * P * P], in the order of coords int64 [2, n]."""
+    def _patches(self, images: Sequence[NDArray[np.uint8]], coords: Tensor) -> Tensor:
+        """The normalised patches of images of one size, fp32 [images * n, 3 * frames * P * P], each image's in the order of
+        coords int64 [2, n]."""
         side = self.spec.rule.patch
-        cells = upload(image, torch.uint8, self._device).unflatten(1, (-1, side)).unflatten(0, (-1, side))
-        cells = cells.permute(0, 2, 4, 1, 3)[coords[0], coords[1]].long()  # [n, 3, P, P]
+        cells = upload(np.stack(images), torch.uint8, self._device).unflatten(2, (-1, side)).unflatten(1, (-1, side))
+        cells = cells.permute(0, 1, 3, 5, 2, 4)[:, coords[0], coords[1]].flatten(0, 1).long()  # [images * n, 3, P, P]
         colours = torch.arange(3, device=self._device).view(1, 3, 1, 1)
         values = self._values[colours, cells]
         return values[:, :, None].expand(-1, -1, self.spec.rule.frames, -1, -1).flatten(1)
