@@ -16,6 +16,10 @@ PREPARE_S = 1.5e-8
 """Seconds of a process for a pixel of an encoded image: 11.5 ms to decode and 44 ms to resize a JPEG page of 1654 x 2339 with
 Pillow 13 on one core (`python -m batchspec.bench.image_preparation`). PNG takes up to twice as long."""
 
+ENCODER_SLOWDOWN = 1.6
+"""Time of encoding relative to that of its operations at the rate of large products: pages of 1216 x 1728 with the encoder of
+Qwen3-VL-8B, of which attention takes over half (H200, 360 TFLOP/s, 2026-11)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTimes:
@@ -44,6 +48,6 @@ def image_times(eye: EyeSpec | None, survey: Survey, num_rows: int, rates: Rates
     flop = sum(count * eye.flop(int(size) // eye.rule.patch**2) for size, count in zip(pixels, counts, strict=True))
     scale = num_rows / survey.num_rows
     return ImageTimes(
-        encoder_s=scale * float(flop) / rates.full_flop_s, worker_s=scale * PREPARE_S * survey.encoded_pixels,
+        encoder_s=ENCODER_SLOWDOWN * scale * float(flop) / rates.full_flop_s, worker_s=scale * PREPARE_S * survey.encoded_pixels,
         num_processes=num_processes(),
     )

@@ -216,7 +216,7 @@ def test_keys_that_nothing_reads_are_named_inside_and_outside() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "outer", "said"),
     [
-        ("mistral3", {"model_type": "mistral4"}, {}, 'text_config.model_type="mistral4" is not supported: it needs multi-head'),
+        ("mistral3", {"model_type": "kimi_k2"}, {}, 'text_config.model_type="kimi_k2" is not supported: it needs multi-head'),
         ("gemma3", {}, {"architectures": ["Gemma3ForTokenClassification"]}, "gemma3 needs Gemma3ForConditionalGeneration"),
         ("gemma3", {"head_dim": "x"}, {}, 'text_config.head_dim is "x"; it must be an integer'),
         ("gemma3", {"final_logit_softcapping": 30.0}, {}, "not supported: text_config.final_logit_softcapping=30.0"),

@@ -144,7 +144,7 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         ([*GIVEN, "output.shard_rows=0"], "output.shard_rows=0 must be in 1 .. 10000000; null lets batchspec choose"),
         (
             ["draft=lokup"],
-            "draft=lokup is not a choice of the group draft; did you mean lookup? choices: auto, eagle3, hybrid",
+            "draft=lokup is not a choice of the group draft; did you mean lookup? choices: auto, block, eagle3, hybrid",
         ),
         (
             [*GIVEN, "draft=pard"],
@@ -158,9 +158,9 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         (["job=demo"], "write +job="),
         (["=3"], "cannot read the override '=3'; write key=value"),
         (["model=null"], "model=null is not a choice of the group model; choices: checkpoint, smollm2-135m"),
-        (["draft=false"], "draft=false is not a choice of the group draft; choices: auto, eagle3"),
+        (["draft=false"], "draft=false is not a choice of the group draft; choices: auto, block, eagle3"),
         (["resume=1"], "resume=1 is not a choice of the group resume; choices: completed"),
-        (["draft=[lookup,none]"], "draft=[lookup,none] is not a choice of the group draft; choices: auto, eagle3"),
+        (["draft=[lookup,none]"], "draft=[lookup,none] is not a choice of the group draft; choices: auto, block, eagle3"),
         (["model=Qwen/Qwen3-8B"], "of the group model; a path is model.path=Qwen/Qwen3-8B; choices: checkpoint"),
         (["input=data.parquet"], "of the group input; a path is input.path=data.parquet; choices: messages"),
         (

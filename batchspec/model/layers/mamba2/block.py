@@ -50,12 +50,12 @@ from batchspec.model.layers.short_conv.block import rows_of
 
 PROMPT_CHUNK: int = CHUNK.value
 """Tokens of a prompt that are taken at a time: prompts are cut at multiples of it."""
-TOKEN_SHARE = 0.15
-"""Time of a round's recurrence for each draft, relative to reading and writing fp32 states. Not measured: the gated delta rule,
-which computes two sums over a line of the state for each token and not one, has 0.2."""
-PREFILL_SLOWDOWN = 4.5
-"""Time of the recurrence in a prefill, relative to that of its operations at the rate of large products. Not measured: that of
-the gated delta rule, which takes its chunks in the same way."""
+TOKEN_SHARES = {torch.float32: 0.08, torch.bfloat16: 0.2, torch.float64: 0.08}
+"""Time of a round's recurrence for each draft, relative to reading and writing fp32 states, by the dtype of states: bf16 is
+rounded after every token. 256 rows of Nemotron 3 Nano, 3 drafts after 4 replayed tokens (H200, 2026-11); fp64 not measured."""
+PREFILL_SLOWDOWN = 12.4
+"""Time of the recurrence in a prefill, relative to that of its operations at the rate of large products: 78 ns per token and
+layer of Nemotron 3 Nano in 64 rows of 1,024 (H200, 2026-11). Its products are small, and a chunk waits for the one before."""
 DT_BIASES, A_LOGS = (-6.9, -2.2), (0.0, 2.8)
 """Ranges of initial values in training: softplus(dt_bias) from 0.001 to 0.1, exp(A_log) up to 16. With a projected dt of 0 a
 state decays by a factor of 0.2 to 0.999 per token."""
@@ -158,7 +158,8 @@ class Mamba2Spec(NormedSpec, MixerSpec):
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
         numbers = self.inner_size * self.state_size
-        return Work(state_bytes=self._state(run).nbytes, token_bytes=round(TOKEN_SHARE * 2 * 4 * numbers))
+        state = self._state(run)
+        return Work(state_bytes=state.nbytes, token_bytes=round(TOKEN_SHARES[state.dtype] * 2 * 4 * numbers))
 
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         """In chunks of L tokens, of each head 2 L N for C B', 2 L D for W X, and 4 N D for C S' and the change of S."""
