@@ -13,6 +13,7 @@ import random
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
 
+from batchspec.console.terminal import show_line
 from batchspec.images.decode import decode, opaque
 from batchspec.images.header import opened, pillow, read_header
 from batchspec.images.prepared_images import PreparedImages, num_processes
@@ -97,12 +98,12 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=200, help="pages of each measurement")
     given = parser.parse_args()
     pages = [page(seed) for seed in range(8)]
-    print(f"pages of {sum(map(len, pages)) / len(pages) / 1e3:,.0f} kB; to {RULE.fit(HEIGHT, WIDTH)}")
+    show_line(f"pages of {sum(map(len, pages)) / len(pages) / 1e3:,.0f} kB; to {RULE.fit(HEIGHT, WIDTH)}")
     for name, spent_ms in parts_ms(pages[0], 10).items():
-        print(f"{name:12} {spent_ms:6.1f} ms")
+        show_line(f"{name:12} {spent_ms:6.1f} ms")
     for num in given.processes:
         rate = pages_per_s(pages, num, given.pages)
-        print(f"{num} processes: {rate:.1f} pages/s, {rate / num:.1f} a process")
+        show_line(f"{num} processes: {rate:.1f} pages/s, {rate / num:.1f} a process")
 
 
 if __name__ == "__main__":

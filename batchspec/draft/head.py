@@ -51,6 +51,10 @@ class HeadWeights:
         weight = torch.cat([self._tensors[f"{name}.weight"] for name in names])
         return Linear(weight, torch.cat([self._tensors[f"{name}.bias"] for name in names]) if spec.bias else None)
 
+    def matrix(self, spec: ProductSpec) -> Tensor:
+        (part,) = spec.parts
+        return self._tensors[f"{self._prefix}{part.name}.weight"]
+
     def vector(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
 

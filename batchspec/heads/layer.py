@@ -130,6 +130,10 @@ class _Modules:
     def product(self, spec: ProductSpec) -> Product:
         return SeparateProduct([self._root.get_submodule(part.name) for part in spec.parts])
 
+    def matrix(self, spec: ProductSpec) -> Tensor:
+        (part,) = spec.parts
+        return self._root.get_parameter(f"{part.name}.weight")
+
     def vector(self, name: str) -> Tensor:
         return self._root.get_parameter(name)
 

@@ -199,6 +199,11 @@ class LayerWeights:
         made = self._formats.of_product(names).load(self._weights, names, bias=spec.bias)
         return made if self._lora is None else self._lora.adapted(self._prefix, spec, made)
 
+    def matrix(self, spec: ProductSpec) -> Tensor:
+        (part,) = spec.parts
+        name = self._prefix + part.name
+        return self._formats.of_product([name]).matrix(self._weights, name)
+
     def vector(self, name: str) -> Tensor:
         return self._weights.tensor(self._prefix + name)
 

@@ -23,6 +23,9 @@ class Named:
     def product(self, spec: ProductSpec) -> Product:
         return self._note(self._source.product(spec), *(part.name for part in spec.parts))
 
+    def matrix(self, spec: ProductSpec) -> Tensor:
+        return self._note(self._source.matrix(spec), *(part.name for part in spec.parts))
+
     def vector(self, name: str) -> Tensor:
         return self._note(self._source.vector(name), name)
 

@@ -113,7 +113,7 @@ def small(name: str) -> str:
     return json.dumps({**known, **cut, **sharing, **OF_FAMILY.get(known["model_type"], {})})
 
 
-DISTINCT = {small(name): name for name in reversed(SHAPES) if "-" in name and name != "glm-4.7-flash"}
+DISTINCT = {small(name): name for name in reversed(SHAPES) if "-" in name and "kv_lora_rank" not in SHAPES[name]}
 """Of latent attention no new head can be made."""
 
 

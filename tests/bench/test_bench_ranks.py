@@ -170,7 +170,7 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
             few |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
         if pattern := "".join(dict.fromkeys(shape.get("hybrid_override_pattern", ""))):
             few |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
-        few |= {"full_attn_idxs": [1]} if "full_attn_idxs" in shape else {}
+        few |= {key: [1] for key in ("full_attn_idxs", "attn_layer_indices") if key in shape}
         few |= SHARING_KV if "num_kv_shared_layers" in shape else {}
         (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape, **few}))
         spec = shape_spec(str(tmp_path / "config.json"))
@@ -187,8 +187,8 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
         ("qwen2.5-7b", 8): "num_attention_heads 28 cannot be cut into 8 equal parts",
         ("glm-4.7-flash", 8): "num_attention_heads 20 cannot be cut into 8 equal parts",
         **{
-            (f"granite4-h-{size}", ranks): f"the number of groups of Mamba2 heads 1 cannot be cut into {ranks} equal parts"
-            for size in ("micro", "tiny") for ranks in (2, 4, 8)
+            (name, ranks): f"the number of groups of Mamba2 heads 1 cannot be cut into {ranks} equal parts"
+            for name in ("granite4-h-micro", "granite4-h-tiny", "bamba-9b") for ranks in (2, 4, 8)
         },
         ("qwen3-30b-a3b-fp8", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3-30b-a3b-int4", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",

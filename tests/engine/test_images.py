@@ -131,7 +131,7 @@ def test_tokens_do_not_depend_on_drafts_slots_pages_or_chunks(
             done = list(engine.run(requests))
             assert tokens(done) == alone, (drafter.name, pages)
             preempted += engine.totals.preempted
-    assert preempted >= 2
+    assert preempted >= 1  # more, where images are decoded soon
 
 
 @pytest.mark.second

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from batchspec.job.runner.identity import job_fingerprint
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.model.decoder import LayerWeights
 from batchspec.model.layers.base import ProductSpec, Projection, Shard
+from batchspec.model.layers.latent.block import LatentAttention
 from batchspec.model.quant import fp8_products
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8
@@ -66,6 +67,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "as of Ministral 3": (MINISTRAL, "tensor"),
 }
 
+QUANTISED = ("_proj.weight", "_projection.weight", "_gate.weight", "_with_mqa.weight")
+"""Ends of the names of weights that are quantised."""
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "v_head_dim": 14, "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 22,
+    "n_shared_experts": 1, "mlp_layer_types": ["dense", "dense"],
+}
+
 
 def stored_as(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     """e4m3 and the scales of the file; the largest number of each is 448, one row is zero."""
@@ -94,7 +103,7 @@ def make(
     tensors, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         stored[name] = tensor
-        if name.endswith(("_proj.weight", "_projection.weight", "_gate.weight")) and "layers.1.mlp.down" not in name:
+        if name.endswith(QUANTISED) and "layers.1.mlp.down" not in name:
             tensor[3] = 0.0
             weight, scale = stored_as(tensor, scales)
             tensors[name] = weight.float() * spread(scale, tensor)
@@ -138,6 +147,22 @@ def test_a_checkpoint_is_the_model_of_its_dequantised_weights(layout: str, scala
 def test_fused_projections_and_norms_of_other_families_too(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     fp8, plain = make(tmp_path, "row, token", family=family, **config)
     assert torch.equal(logits(fp8), logits(plain))
+
+
+@pytest.mark.parametrize("layout", ["row, token", "tensor, static", "block, group"])
+def test_keys_and_values_of_latent_attention_are_expanded_by_dequantised_weights(layout: str, tmp_path: Path) -> None:
+    """However activations are quantised: the matrix is no input of a product."""
+    fp8, plain = make(tmp_path, layout, family="glm4_moe_lite", num_hidden_layers=2, **LATENT)
+
+    def matrices(folder: Path, *, quantised: bool) -> list[Tensor]:
+        spec = load_spec(folder)
+        target = Target.load(folder, spec.with_fp8_activations() if quantised else spec, dtype=torch.float32, device=CPU)
+        made = [cast(LatentAttention, layer.mixer)._matrices for layer in target._layers]
+        return [own for one in made for own in (one.keys, one.values)]
+
+    expected = matrices(plain, quantised=False)
+    assert len(expected) == 4
+    assert all(map(torch.equal, matrices(fp8, quantised=True), expected))
 
 
 def test_experts_of_a_mixture_too(tmp_path: Path) -> None:

@@ -46,7 +46,13 @@ class ImageFiles:
             said = f"the URL {quoted(path[:80])}, and URLs are not downloaded; give its bytes"
             raise BadRow("missing_image", f"image {number} is {said}")
         try:
-            found = self._local(inner, most) if isinstance(self.place, LocalPlace) else self._remote(self.place, inner, most)
+            if isinstance(self.place, RemotePlace):
+                found = self._remote(self.place, inner, most)
+            elif (file := self._below(inner)) is None:
+                found = None
+            else:
+                with open_regular(file) as opened:
+                    found = opened.read(most)
         except (OSError, RuntimeError, ValueError, InputError) as error:  # RuntimeError: links that lead to each other
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise BadRow("missing_image", f"{where} of input.image_root={self.root}: {said}", retryable=True) from None
@@ -54,13 +60,10 @@ class ImageFiles:
             raise BadRow("missing_image", f"{where}, which is outside of input.image_root={self.root}; correct it")
         return found
 
-    def _local(self, path: str, most: int) -> bytes | None:
+    def _below(self, path: str) -> Path | None:
         root = Path(self.root)
         file = (root / path).resolve()
-        if not file.is_relative_to(root.resolve()):
-            return None
-        with open_regular(file) as opened:
-            return opened.read(most)
+        return file if file.is_relative_to(root.resolve()) else None
 
     @staticmethod
     def _remote(root: RemotePlace, path: str, most: int) -> bytes | None:

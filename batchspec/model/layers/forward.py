@@ -214,6 +214,10 @@ class BlockSource(Protocol):
     def product(self, spec: ProductSpec) -> Product:
         """Called once for each product, in the order of the block's `products`."""
 
+    def matrix(self, spec: ProductSpec) -> Tensor:
+        """In place of `product`, the weight [N, K] of a product of one projection, in any floating-point dtype: for what is
+        multiplied otherwise, with inputs that are not quantised."""
+
     def vector(self, name: str) -> Tensor:
         """A norm or another small tensor, by its full relative name."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from batchspec.cache.kept import Kept
@@ -237,10 +236,7 @@ class LatentAttention:
         self._q_norm = None if spec.query_rank is None else source.vector(f"{spec.name}.q_a_layernorm.weight")
         self._kv_a = source.product(spec.kv_a)
         self._kv_norm = source.vector(f"{spec.name}.kv_a_layernorm.weight")
-        # Multiplied from both sides: its product with the unit matrix is the matrix, in whatever format the file has it.
-        unit = torch.eye(spec.sizes.latent_dim, dtype=self._norm.dtype, device=self._norm.device)
-        columns: Tensor = source.product(spec.kv_b)(unit, None)
-        self._matrices = Matrices.of(columns.t().contiguous(), spec.sizes)
+        self._matrices = Matrices.of(source.matrix(spec.kv_b).to(self._norm.dtype), spec.sizes)  # multiplied from both sides
         self._out = source.product(spec.out)
 
     def norms_in_product(self, stream: Stream) -> bool:
