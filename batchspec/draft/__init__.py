@@ -19,7 +19,8 @@ Heads:
   weights.py       reads one, or makes a random one
   formats.py       config.json of a published one; layouts.py: its two layouts
   shard.py         the part of it that a rank holds
-  block_spec.py    config.json of a head for blocks; block_head.py: its weights and network; markov.py: chooses its drafts
+  block_spec.py    config.json of a head for blocks; block_keys.py: its keys
+  block_head.py    its weights and network; markov.py: chooses its drafts
   mtp_head.py      an MTP layer as a head; frequent_tokens.py: a smaller vocabulary for it
   assistant_spec.py  the shape of an assistant; assistant_head.py: its weights and its network
 """

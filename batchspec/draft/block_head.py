@@ -42,6 +42,7 @@ from batchspec.model.weight_checks import misfits
 
 _OTHER_NAMES = {
     "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "dflash.": "", "dspark.": "",
+    "markov_w1.": "markov_head.markov_w1.", "markov_w2.": "markov_head.markov_w2.",
 }
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 _PICKLES = ("mask_embedding.pt", "mask_embedding.bin", "mask_embedding.pth")

@@ -16,30 +16,17 @@ from typing import Literal
 from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, shown
 from batchspec.checkpoint.files import StoredTensor
 from batchspec.console.text import quoted
+from batchspec.draft.block_keys import MOST_RANK, RANGES, own_keys, refuse_keys
 from batchspec.draft.formats import OTHER_TARGET, layer_windows, read_mask_token
-from batchspec.draft.layouts import FAMILIES, HARMLESS, LAYER_DEFAULTS, MASK_KEYS, SHAPE_KEYS
+from batchspec.draft.layouts import FAMILIES, LAYER_DEFAULTS, MASK_KEYS
 from batchspec.errors import CheckpointError
 from batchspec.model.families.base import read_heads
 from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
 from batchspec.model.spec import ModelSpec
 
-MOST_QUERIES = 64
-"""Most queries of a block: masks of attention have 64 bits."""
 MARKOV, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
-_RANGES = {
-    "block_size": (2, MOST_QUERIES), "target_layer_ids": (-1, 4096), "aux_hidden_state_layer_ids": (0, 4096),
-    "num_target_layers": (1, 4096), "markov_rank": (0, 2**16), "num_anchors": (1, 2**31 - 1),
-}
-_NESTED = ("dflash_config", "dspark_config")
-_OF_BLOCKS = frozenset((
-    *_RANGES, *_NESTED, *MASK_KEYS, "architectures", "sample_from_anchor", "sliding_window_non_causal", "is_causal", "causal",
-    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size",
-    "target_hidden_size", "speculators_model_type", "transformer_layer_config",
-))
-_NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0}
-"""Keys of which one value is supported, that which changes nothing."""
 _UNSUPPORTED = {
     "markov_head.gate_proj.": "a gated Markov head", "markov_head.joint_proj.": "a Markov head with a recurrent state",
     "attention_conv.": "convolutions within the block (DFlash2)", "mlp_conv.": "convolutions within the block (DFlash2)",
@@ -121,10 +108,9 @@ def read_block(folder: Path, stored: Mapping[str, StoredTensor], target: ModelSp
     path = folder / "config.json"
     if not has_file(path):
         raise CheckpointError(f"{shown(folder)}: no config.json; {_ANOTHER}")
-    config = ConfigReader(read_json(path), shown(path)).ranged(_RANGES)
+    config = ConfigReader(read_json(path), shown(path)).ranged(RANGES)
     _refuse_tensors(config, stored)
-    given = [key for key in _NESTED if config.given(key)]
-    own = config.part(given[0]).ranged(_RANGES).over(config) if given else config
+    own = own_keys(config)
     speculators = config.given("transformer_layer_config")
     shape = config.part("transformer_layer_config") if speculators else config
     family = shape.text("model_type", "qwen3")
@@ -132,7 +118,7 @@ def read_block(folder: Path, stored: Mapping[str, StoredTensor], target: ModelSp
         raise config.refusal(f"model_type {quoted(family)} of the head is not supported; supported are {', '.join(FAMILIES)}")
     if speculators:
         shape = shape.filled(LAYER_DEFAULTS.get(family, {}))
-    _refuse_keys(config, shape, own)
+    refuse_keys(config, shape)
     spec = _spec_of(own, shape, stored, target, family=family, speculators=speculators, aux_layers=aux_layers)
     _check(spec, own, target)
     return spec
@@ -144,28 +130,11 @@ def _refuse_tensors(config: ConfigReader, stored: Mapping[str, StoredTensor]) ->
             raise config.refusal(
                 f"{found}: {what}, which is not supported; use a DFlash head, or a DSpark head with a plain Markov head"
             )
+    for name in (MARKOV, MARKOV_OUT, CONFIDENCE):
+        if name in stored and len(stored[name].shape) != 2:
+            raise config.refusal(f"{name} is {list(stored[name].shape)}; it must have two dimensions: export the head again")
     if "hidden_norm.weight" not in stored or "fc.weight" not in stored:
         raise config.refusal(f"the weights have no fc and hidden_norm; {_ANOTHER} (draft=eagle3 is for EAGLE-3 heads)")
-
-
-def _refuse_keys(config: ConfigReader, shape: ConfigReader, own: ConfigReader) -> None:
-    of_head, of_layers = _OF_BLOCKS | _NEUTRAL.keys() | HARMLESS, SHAPE_KEYS | HARMLESS
-    nested = [config.part(key) for key in _NESTED if config.given(key)]
-    flat = shape is config
-    parts = [(config, of_head | of_layers if flat else of_head), *([] if flat else [(shape, of_layers)])]
-    parts += [(part, of_head) for part in nested]
-    found = [
-        part.shown(key) for part, known in parts for key in part if key not in known and part.differs(key, None, False, [], {})
-    ]
-    if shape.text("hidden_act", "silu") not in ("silu", "swish"):
-        found.append(shape.shown("hidden_act"))
-    found += [own.shown(key) for key, value in _NEUTRAL.items() if own.differs(key, None, value)]
-    if own.text("markov_head_type", "vanilla") != "vanilla":
-        found.append(own.shown("markov_head_type"))
-    if found:
-        raise config.refusal(
-            f"not known to draft=block: {', '.join(found)}; remove a key from config.json if it changes no computation"
-        )
 
 
 def _spec_of(
@@ -178,9 +147,10 @@ def _spec_of(
     hidden_size, mask = shape.integer("hidden_size"), read_mask_token(own, vocab_size)
     if mask is None:
         raise own.refusal(f"no id of the mask token; add one of {', '.join(MASK_KEYS)}")
-    own_head, windows = "lm_head.weight" in stored or draft_vocab != vocab_size, layer_windows(shape, family, num_layers)
-    rank = stored[MARKOV].shape[-1] if MARKOV in stored else 0
-    deepspec = rank > 0 or own.given("num_anchors") or own.given("markov_rank")
+    own_head = "lm_head.weight" in stored or draft_vocab != vocab_size
+    # Without layer_types no layer has a window, whatever the family's rule for models is.
+    windows = layer_windows(shape, family, num_layers) if shape.texts("layer_types") else (None,) * num_layers
+    rank = stored[MARKOV].shape[1] if MARKOV in stored else 0
 
     def has(part: str) -> bool:
         return any(name.endswith(part) for name in stored)
@@ -196,13 +166,15 @@ def _spec_of(
         draft_vocab_size=draft_vocab,
         aux_layer_ids=_boundaries(own, target, aux_layers),
         rms_eps=shape.filled({"rms_norm_eps": 1e-6}).number("rms_norm_eps"),
-        rope=read_rope(shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None),
+        rope=read_rope(
+            shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None, sections=True
+        ),
         # Masks of speculators let all queries of a block read the `sliding_window` keys before it (models/dflash/attention.py).
         windows=tuple(window if window is None or not speculators else window + 1 for window in windows),
         causal=_causal(own, windows),
         windows_at_anchor=speculators,
         block_size=own.integer("block_size", 8 if speculators else 16),
-        from_anchor=own.flag("sample_from_anchor", deepspec),
+        from_anchor=own.flag("sample_from_anchor", _usually_from_anchor(own, rank)),
         mask_token_id=mask,
         markov_rank=rank,
         confidence=_confidence(stored, hidden_size),
@@ -215,6 +187,14 @@ def _spec_of(
         own_head=own_head,
         mapped=own_head and ("d2t" in stored or draft_vocab != vocab_size),
     )
+
+
+def _usually_from_anchor(own: ConfigReader, rank: int) -> bool:
+    """The default of sample_from_anchor: by algorithm in speculators; in flat files DeepSpec's heads draft from the anchor."""
+    kind = own.text("speculators_model_type")
+    if kind not in ("", "dflash", "dspark"):
+        raise own.refusal(f"speculators_model_type {quoted(kind)} is not supported; draft=block needs 'dflash' or 'dspark'")
+    return kind == "dspark" if kind else rank > 0 or own.given("num_anchors")
 
 
 def _confidence(stored: Mapping[str, StoredTensor], hidden_size: int) -> Literal["none", "hidden", "markov"]:
@@ -234,9 +214,12 @@ def _boundaries(own: ConfigReader, target: ModelSpec, aux_layers: str) -> tuple[
     keys = [key for key in ("target_layer_ids", "aux_hidden_state_layer_ids") if own.given(key)]
     if not keys:
         raise own.refusal("neither target_layer_ids nor aux_hidden_state_layer_ids says which states it reads; add one of them")
-    after = aux_layers == "output" or (aux_layers == "auto" and keys[0] == "target_layer_ids")
-    ids = own.integers(keys[0]) or ()
-    found = tuple(i + 1 for i in ids) if after else ids
+    after = [aux_layers == "output" or (aux_layers == "auto" and key == "target_layer_ids") for key in keys]
+    read = [tuple(i + later for i in own.integers(key) or ()) for key, later in zip(keys, after, strict=True)]
+    if len(set(read)) > 1:
+        said = " and ".join(f"{own.shown(key)} (boundaries {list(ids)})" for key, ids in zip(keys, read, strict=True))
+        raise own.refusal(f"{said} say different states (draft.aux_layers={aux_layers}); remove one of them")
+    found = read[0]
     if not found or len(set(found)) != len(found) or not all(0 <= tap <= target.num_layers for tap in found):
         raise own.refusal(
             f"reads the target's layers {list(found)} ({own.shown(keys[0])}, draft.aux_layers={aux_layers}); they must differ "
@@ -259,6 +242,8 @@ def _check(head: BlockSpec, own: ConfigReader, target: ModelSpec) -> None:
     narrowest = min((window for window in head.windows if window is not None), default=head.block_size)
     if narrowest < head.block_size:
         raise own.refusal(f"sliding_window below block_size {head.block_size} is not supported")
+    if head.markov_rank > MOST_RANK:
+        raise own.refusal(f"the Markov matrices have rank {head.markov_rank}; supported is at most {MOST_RANK:,}")
     if own.integer("markov_rank", head.markov_rank) != head.markov_rank:
         raise own.refusal(f"{own.shown('markov_rank')}, but the Markov matrices have rank {head.markov_rank}; correct it")
     if own.flag("enable_confidence_head") and head.confidence == "none":

@@ -44,6 +44,8 @@ def open_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto")
         if normalised(name) in stored:
             raise CheckpointError(f"{files.where}: {listed([name])} is stored twice, under two names; export the head again")
         stored[normalised(name)] = tensor
+    if "hidden_norm.weight" in stored or "encoder.output_norm_enc.weight" in stored:
+        raise CheckpointError(f"{files.where}: a DFlash or DSpark head, and an EAGLE-3 head is needed; use draft=block")
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)
     if spec.mapped:

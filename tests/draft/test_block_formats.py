@@ -14,6 +14,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.draft.block import BlockDrafter, BlockDrafterSpec
 from batchspec.draft.block_head import block_bytes, dummy_block, dummy_block_spec, load_block, open_block
 from batchspec.draft.block_spec import BlockSpec
+from batchspec.draft.weights import open_head
 from batchspec.errors import CheckpointError, ConfigError
 from tests.helpers.block_heads import LAYOUTS, BlockDesign, random_block, write_block
 from tests.helpers.engines import DEVICE, tiny_spec, tiny_target
@@ -100,6 +101,50 @@ def test_the_confidence_stays_in_fp32(tmp_path: Path) -> None:
     assert (of_confidence, others) == ({torch.float32}, {torch.bfloat16})
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_of_0_says_nothing_of_the_block_layout(layout: str, tmp_path: Path) -> None:
+    design = replace(BASE, layout=layout, from_anchor=False)
+    plain = opened(tmp_path, design, sample_from_anchor=None, num_anchors=None, markov_rank=0)
+    assert not plain.from_anchor
+
+
+@pytest.mark.parametrize(("kind", "from_anchor"), [("dspark", True), ("dflash", False)])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_algorithm_of_speculators_gives_the_default_of_the_block_layout(
+    kind: str, from_anchor: bool, rank: int, tmp_path: Path
+) -> None:
+    design = replace(BASE, layout="speculators", rank=rank)
+    assert opened(tmp_path, design, sample_from_anchor=None, speculators_model_type=kind).from_anchor == from_anchor
+    said = opened(tmp_path / "said", design, sample_from_anchor=not from_anchor, speculators_model_type=kind)
+    assert said.from_anchor != from_anchor
+
+
+def test_keys_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    plain = opened(tmp_path / "plain")
+    keys: dict[str, Any] = {
+        "max_anchors": 512, "confidence_head_alpha": 1.0, "projector_type": "dspark", "attention_mode": "gqa", "use_mrope": False,
+        "is_neox_style": True, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [1, 1, 1]},
+    }
+    assert opened(tmp_path, **keys) == plain
+    assert opened(tmp_path / "two", dflash_config={"projector_type": "dflash"}, dspark_config={"causal": None}) == plain
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "llama"])
+def test_without_layer_types_no_layer_has_a_window(family: str, tmp_path: Path) -> None:
+    found = opened(tmp_path, model_type=family, layer_types=None, sliding_window=9, use_sliding_window=True, max_window_layers=0)
+    assert (found.windows, found.causal) == ((None, None), (False, False))
+
+
+def test_layer_ids_under_both_names_may_agree(tmp_path: Path) -> None:
+    assert opened(tmp_path, target_layer_ids=[-1, 1], aux_hidden_state_layer_ids=[0, 2]).aux_layer_ids == (0, 2)
+
+
+def test_markov_matrices_at_the_top(tmp_path: Path) -> None:
+    usual = opened(tmp_path / "usual", replace(BASE, rank=3))
+    assert opened(tmp_path, replace(BASE, rank=3), renamed={"markov_head.": ""}) == usual
+    assert usual.markov_rank == 3
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another vocabulary": ({}, {"vocab_size": 30, "mask_token_id": 3}, "vocab_size 30, the target's 31: a head of another"),
     "another width": ({}, {"hidden_size": 8}, "hidden_size 8, the target's 16: a head of another target"),
@@ -117,6 +162,30 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another family": ({}, {"model_type": "gemma4_text"}, "model_type 'gemma4_text' of the head is not supported"),
     "a block too long": ({}, {"block_size": 65}, "block_size is 65; it must be an integer in 2 .. 64"),
     "a window below the block": ({"windows": (5, None)}, {}, "sliding_window below block_size 8 is not supported"),
+    "interleaved pairs": ({}, {"is_neox_style": False}, "not known to draft=block: is_neox_style=false"),
+    "interleaved pairs, in a nested object": (
+        {"layout": "z-lab"}, {"dflash_config": {"is_neox_style": False}}, "not known to draft=block: dflash_config.is_neox_style"
+    ),
+    "labels that are not shifted": ({}, {"shift_label": False}, "not known to draft=block: shift_label=false"),
+    "shifted labels": ({}, {"shift_label": True}, "not known to draft=block: shift_label=true"),
+    "an unknown zero": ({}, {"logit_scale": 0}, "not known to draft=block: logit_scale=0"),
+    "another projector": ({}, {"projector_type": "mlp"}, 'not known to draft=block: projector_type="mlp"'),
+    "another attention": ({}, {"attention_mode": "mla"}, 'not known to draft=block: attention_mode="mla"'),
+    "another algorithm": (
+        {"layout": "speculators"}, {"speculators_model_type": "dflash2"}, "speculators_model_type 'dflash2' is not supported"
+    ),
+    "two nested objects": (
+        {}, {"dflash_config": {"causal": True}, "dspark_config": {"causal": False}},
+        "dflash_config.causal=true and dspark_config.causal=false must be equal",
+    ),
+    "two lists of layers": (
+        {}, {"aux_hidden_state_layer_ids": [0, 1]},
+        "target_layer_ids=[-1, 1] (boundaries [0, 2]) and aux_hidden_state_layer_ids=[0, 1] (boundaries [0, 1]) say different",
+    ),
+    "a rank too high": ({"rank": 3}, {"markov_rank": 1025}, "markov_rank is 1025; it must be an integer in 0 .. 1024"),
+    "matrices of a rank too high": (
+        {"rank": 1025}, {"markov_rank": None}, "the Markov matrices have rank 1025; supported is at most 1,024"
+    ),
     "an activation": ({}, {"hidden_act": "gelu"}, 'not known to draft=block: hidden_act="gelu"'),
 }
 
@@ -159,6 +228,25 @@ def test_a_missing_tensor_and_one_of_another_shape_are_refused(tmp_path: Path) -
         with pytest.raises(CheckpointError) as error:
             open_block(LocalFiles(tmp_path), TARGET)
         assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight"]
+)
+def test_a_tensor_without_dimensions_is_refused(name: str, tmp_path: Path) -> None:
+    design = replace(BASE, rank=3, confidence="markov")
+    write_block(tmp_path, design, random_block(design) | {name: torch.tensor(1.0)})
+    with pytest.raises(CheckpointError) as error:
+        open_block(LocalFiles(tmp_path), TARGET)
+    assert f"{name} is []; it must have two dimensions" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_draft_eagle3_names_the_drafter_of_such_a_head(tmp_path: Path) -> None:
+    for i, names in enumerate(({}, {"hidden_norm.": "encoder.output_norm_enc."})):
+        folder = write_block(tmp_path / f"{i}", BASE, random_block(BASE), renamed=names)
+        with pytest.raises(CheckpointError, match=r"a DFlash or DSpark head, and an EAGLE-3 head is needed; use draft=block$"):
+            open_head(LocalFiles(folder), TARGET)
 
 
 def test_an_eagle3_head_and_a_pickled_mask_are_refused(tmp_path: Path) -> None:
