@@ -63,7 +63,8 @@ class DraftConfig:
     all of them. Fewer make a draft step cheaper, which reads one row of the output matrix for each."""
     aux_layers: str = key("auto", choices=("auto", "input", "output"), advanced=True)
     """What the layer ids in the head's config mean. input is the hidden state that enters the layer, output the one that leaves
-    it; auto is input, and output for a head in the flat layout whose first id is 1."""
+    it; auto is input, and output for a head in the flat layout whose first id is 1. With draft=block auto is output for
+    target_layer_ids and input for aux_hidden_state_layer_ids."""
     adaptive: bool | None = key(None, advanced=True)
     """Whether K of each round, 0 included, is chosen from measured times and acceptance. null is true on a GPU and false on a
     CPU."""
