@@ -4,6 +4,7 @@ exactly."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.helpers.block_heads import LAYOUTS, BlockDesign, Tensors, random_bloc
 from tests.helpers.drafting import TARGET, expected_tokens, mixed_requests, run, synthetic
 from tests.helpers.engines import DEVICE, VOCAB, packed
 from tests.helpers.models import make_checkpoint
+from tests.helpers.ngrams import forbidden
 
 MASK = 17
 Seen = list[tuple[tuple[int, ...], int, list[int], list[int]]]
@@ -164,36 +166,81 @@ def test_the_confidence_head_says_how_sure_each_draft_is(confidence: str, rank: 
         assert sure[: room - 1] == bins[: room - 1]
 
 
-@pytest.mark.parametrize(("rank", "from_anchor"), [(0, True), (0, False), (3, True), (3, False)])
-def test_sampled_rows_draft_with_the_noise_of_the_targets_draws(rank: int, from_anchor: bool, tmp_path: Path) -> None:
-    """The bias of the token before is divided by the temperature too, which the noise is not."""
-    design = design_of(rank=rank, draft_vocab=23, from_anchor=from_anchor)
+Limit = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+def check_sampled(
+    design: BlockDesign, sampling: SamplingParams, folder: Path, *, draft_len: int = 4,
+    limit_of: Callable[[Sequence[int]], Limit] | None = None,
+) -> Seen:
+    """Drafts of rows with this sampling are those of the definition, and tokens those without drafts.
+
+    limit_of  a row's output so far -> `limit` of `reference_block`
+    """
     tensors = random_block(design, seed=7)
-    requests = mixed_requests(sampling=SamplingParams(temperature=0.7))
-    drafter = Recorded(loaded(tmp_path, design, tensors), TARGET(), 4, slots=3)
-    tokens, _, _ = run(requests, packed(3, num_verified=4, num_pages=60, max_len=40), drafter)
+    requests = mixed_requests(sampling=sampling)
+    drafter = Recorded(loaded(folder, design, tensors), TARGET(), draft_len, slots=3)
+    tokens, _, _ = run(requests, packed(3, num_verified=draft_len, num_pages=60, max_len=40), drafter)
     assert tokens == expected_tokens(requests)
-    seeds = {tuple(one.prompt_ids.tolist()): one.seed for one in requests}
+    rows = {tuple(one.prompt_ids.tolist()): one.seed for one in requests}
     assert len(drafter.seen) > 5
     for prefix, room, drafts, _ in drafter.seen:
-        seed = next(seed for prompt, seed in seeds.items() if prefix[: len(prompt)] == prompt)
+        prompt, seed = next((own, seed) for own, seed in rows.items() if prefix[: len(own)] == own)
 
         def noise(position: int, seed: int = seed) -> Tensor:
             return gumbel_reference(torch.tensor([seed]), torch.tensor([position]), VOCAB)[0].double()
 
-        expected, _ = reference_block(design, tensors, TARGET(), prefix, 4, room, temperature=0.7, noise=noise)
+        expected, _ = reference_block(
+            design, tensors, TARGET(), prefix, draft_len, room, temperature=sampling.temperature or 1.0,
+            noise=noise if sampling.temperature else None, limit=limit_of and limit_of(prefix[len(prompt) :]),
+        )
         assert drafts[: room - 1] == expected[: room - 1]
+    return drafter.seen
+
+
+@pytest.mark.parametrize(("rank", "from_anchor"), [(0, True), (0, False), (3, True), (3, False)])
+def test_sampled_rows_draft_with_the_noise_of_the_targets_draws(rank: int, from_anchor: bool, tmp_path: Path) -> None:
+    """The bias of the token before is divided by the temperature too, which the noise is not."""
+    check_sampled(design_of(rank=rank, draft_vocab=23, from_anchor=from_anchor), SamplingParams(temperature=0.7), tmp_path)
 
 
 @pytest.mark.parametrize("draft_len", [1, 2])
-@pytest.mark.parametrize("from_anchor", [True, False])
-def test_one_draft_of_sampled_rows_with_filters(from_anchor: bool, draft_len: int, tmp_path: Path) -> None:
-    design = design_of(from_anchor=from_anchor)
-    head = loaded(tmp_path, design, random_block(design))
-    requests = mixed_requests(sampling=SamplingParams(temperature=0.8, top_k=7, top_p=0.9))
-    drafter = Recorded(head, TARGET(), draft_len, slots=2)
-    tokens, _, _ = run(requests, packed(2, num_verified=draft_len, max_len=40), drafter)
-    assert tokens == expected_tokens(requests)
+@pytest.mark.parametrize(("rank", "from_anchor"), [(0, True), (0, False), (3, True)])
+def test_drafts_of_sampled_rows_with_filters(rank: int, from_anchor: bool, draft_len: int, tmp_path: Path) -> None:
+    def kept(logits: Tensor, before: Sequence[int]) -> Tensor:
+        """The 3 best tokens, and of these the fewest that have 0.8 of their probability."""
+        best = logits.topk(3)
+        odds = best.values.softmax(0)
+        inside = best.indices[odds.cumsum(0) - odds < 0.8]
+        return torch.full_like(logits, -torch.inf).index_copy_(0, inside, logits[inside])
+
+    sampling = SamplingParams(temperature=3.0, top_k=3, top_p=0.8)
+    check_sampled(
+        design_of(rank=rank, from_anchor=from_anchor), sampling, tmp_path, draft_len=draft_len, limit_of=lambda output: kept
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("rank", "draft_vocab", "from_anchor"), [(3, 23, True), (3, None, False), (0, None, True)])
+def test_a_rule_that_reads_drafts_sees_those_before_in_the_block(
+    rank: int, draft_vocab: int | None, from_anchor: bool, temperature: float, tmp_path: Path
+) -> None:
+    """Drafts are chosen in turns: none is a token of the six before it, drafts included."""
+    design, rule = design_of(rank=rank, draft_vocab=draft_vocab, from_anchor=from_anchor), (1, 6, ())
+    tensors = random_block(design, seed=7)
+    drafted = torch.arange(VOCAB if draft_vocab is None else draft_vocab)
+    drafted = drafted if draft_vocab is None else drafted + tensors["d2t"]
+
+    def limit_of(output: Sequence[int]) -> Limit:
+        def limit(logits: Tensor, before: Sequence[int]) -> Tensor:
+            barred = torch.tensor(sorted(forbidden([*output, *before], rule)), dtype=torch.int64)
+            return logits.masked_fill(torch.isin(drafted, barred), -torch.inf)
+
+        return limit
+
+    sampling = SamplingParams(temperature=temperature, no_repeat_ngram=rule)
+    seen = check_sampled(design, sampling, tmp_path, limit_of=limit_of)
+    assert all(len(set(drafts[: room - 1])) == len(drafts[: room - 1]) for _, room, drafts, _ in seen)
 
 
 @pytest.mark.second

@@ -208,12 +208,14 @@ def block_states(
 def reference_block(
     design: BlockDesign, tensors: Tensors, target: Target, ids: Sequence[int], draft_len: int, room: int | None = None,
     *, window: int | None = None, sink: int = 0, candidates: int = 16, temperature: float = 1.0,
-    noise: Callable[[int], Tensor] | None = None,
+    noise: Callable[[int], Tensor] | None = None, limit: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Drafts after `ids`, and the log odds of the confidence head, if there is one.
 
     room   number of block positions that are keys, if the row's end is near
     noise  position of a draft -> what is added to the logits, divided by the temperature, of all the target's tokens
+    limit  logits divided by the temperature, without noise and Markov bias, and the drafts before -> those that filters and rules
+           leave
     """
     taps = target_taps(target, ids, design.taps).double()[:-1]
     queries = draft_len if design.from_anchor else draft_len + 1
@@ -227,7 +229,9 @@ def reference_block(
     drafted = torch.arange(len(own)) + (0 if design.draft_vocab is None else tensors["d2t"])
     before, found, odds = ids[-1], list[int](), list[float]()
     for k, state in enumerate(states):
-        logits = own @ state / temperature + (0 if noise is None else noise(len(ids) + k)[drafted])
+        logits = own @ state / temperature
+        logits = logits if limit is None else limit(logits, found)
+        logits = logits + (0 if noise is None else noise(len(ids) + k)[drafted])
         if design.rank:
             w1, w2 = (tensors[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
             best = logits.topk(min(candidates, len(logits))).indices
