@@ -169,6 +169,11 @@ class BlockDrafterSpec(DrafterSpec[BlockWeights]):
             self.checkpoint = dummy_block_spec(target, draft_vocab_size=draft_vocab, block_size=size)
         else:
             self.checkpoint = open_block(find_model(draft.path, key="draft.path"), target, aux_layers=draft.aux_layers)
+        if self.checkpoint.assumed:
+            self.note = (
+                f"{draft.path}: no sample_from_anchor in config.json; {str(self.checkpoint.from_anchor).lower()} is assumed. If "
+                "few drafts are accepted, add the other value"
+            )
         if draft.draft_len > (most := self.checkpoint.most_drafts):
             raise ConfigError(
                 f"draft.num_speculative_tokens={draft.draft_len} exceeds the {most} tokens that {draft.path or 'this head'} "

@@ -67,6 +67,8 @@ class BlockSpec:
     from_anchor: bool
     """Whether each query drafts the token after its position, the first that after the newest token, the anchor. False: each mask
     drafts the token at its own position, so 1 + N queries draft N."""
+    assumed: bool = False
+    """Whether from_anchor is a guess: nothing in the config gives it."""
     mask_token_id: int
     markov_rank: int = 0
     """Rank of the bias that the token before a draft adds to its logits; 0: none."""
@@ -175,6 +177,7 @@ def _spec_of(
         windows_at_anchor=speculators,
         block_size=own.integer("block_size", 8 if speculators else 16),
         from_anchor=own.flag("sample_from_anchor", _usually_from_anchor(own, rank)),
+        assumed=not any(own.given(key) for key in ("sample_from_anchor", "speculators_model_type")),
         mask_token_id=mask,
         markov_rank=rank,
         confidence=_confidence(stored, hidden_size),

@@ -41,6 +41,8 @@ class DrafterSpec(ABC, Generic[W]):
     """Whether the target itself drafts, over other keys than those that it verifies with."""
     checkpoint: Hashable = None
     """The shape of its weights: for one draft.path, equal values load the same weights."""
+    note: str = ""
+    """What the user should know of its checkpoint, in one line; empty if there is nothing."""
 
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         """Check the checkpoint by its config.json and the headers of its weights.

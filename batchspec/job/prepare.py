@@ -231,6 +231,8 @@ def notes(job: Job) -> list[tuple[str, str]]:
     """(label, line) of each thing about the model's files and the input that the user should know."""
     of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids, job.admission.task)
     of_rows = [("input", job.note_of_rows)] if job.note_of_rows else []
+    if job.drafter.note:
+        of_rows.append(("draft", job.drafter.note))
     if job.why_task:
         said = job.admission.task.note()
         of_rows.append(("task", f"task={job.config.task}, taken by task=auto: {job.why_task}; {said}"))

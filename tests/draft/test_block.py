@@ -244,7 +244,9 @@ def test_a_rule_that_reads_drafts_sees_those_before_in_the_block(
 
 
 @pytest.mark.second
-def test_a_whole_job_drafts_blocks_and_gives_the_tokens_of_one_without(tmp_path: Path) -> None:
+def test_a_whole_job_drafts_blocks_and_gives_the_tokens_of_one_without(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Heads with and without Markov matrices, in two layouts, sampled rows too."""
     make_checkpoint(tmp_path / "model", "llama", vocab=97, hidden_size=32, intermediate_size=48)
     pl.DataFrame({"id": [f"{i}" for i in range(6)], "prompt_ids": [[3 + i, 5, 8] for i in range(6)]}).write_parquet(
@@ -269,6 +271,7 @@ def test_a_whole_job_drafts_blocks_and_gives_the_tokens_of_one_without(tmp_path:
         assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0
         found.append(pl.read_parquet(tmp_path / name / "data" / "*.parquet").sort("row_index"))
         assert found[0]["token_ids"].equals(found[-1]["token_ids"])
+    assert "heads/markov: no sample_from_anchor in config.json; true is assumed" in capfd.readouterr().err
     for one in found[1:]:
         assert one["spec_decode"].struct.field("drafter").unique().to_list() == ["block"]
         assert one["spec_decode"].struct.field("num_draft_tokens").sum() > 20

@@ -287,6 +287,20 @@ def test_more_drafts_than_a_block_holds_are_refused(tmp_path: Path) -> None:
         BlockDrafter(weights, tiny_target(), 4, slots=1)
 
 
+def test_a_guessed_block_layout_is_said(tmp_path: Path) -> None:
+    for layout, kind, said in (
+        ("z-lab", {}, "no sample_from_anchor in config.json; false is assumed"),
+        ("deepspec", {}, "no sample_from_anchor in config.json; true is assumed"),
+        ("speculators", {"sample_from_anchor": None}, ""), ("z-lab", {"sample_from_anchor": False}, ""),
+    ):
+        design = replace(BASE, layout=layout, from_anchor=layout == "deepspec")
+        folder = write_block(tmp_path / f"{layout}{len(kind)}", design, random_block(design), **kind)
+        note = BlockDrafterSpec(config(folder, 3), TARGET).note
+        assert said in note
+        assert bool(note) == bool(said)
+    assert not BlockDrafterSpec(config(None, 3, dummy=True), TARGET).note
+
+
 def test_the_bytes_of_a_head_are_those_that_it_keeps() -> None:
     """The rows that compute K and V are kept a second time, for the product of all layers."""
     spec = dummy_block_spec(TARGET, draft_vocab_size=19, num_layers=3)
