@@ -134,7 +134,8 @@ def _refuse(config: ConfigReader, shape: ConfigReader, layout: str) -> None:
         part.shown(key)
         for part, known in zip(parts, allowed, strict=True)
         for key in part
-        if key not in known | of_target and part.differs(key, None, False, [], {})
+        # False is the neutral value of all keys but this one: then dimension 2j is rotated with 2j + 1.
+        if key not in known | of_target and part.differs(key, None, key == "is_neox_style", [], {})
     ]
     if shape.text("hidden_act", "silu") not in ("silu", "swish"):
         found.append(shape.shown("hidden_act"))

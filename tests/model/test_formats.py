@@ -236,7 +236,8 @@ def test_a_scaled_rotation_reads_the_heads_own_context_and_needs_it_where_the_sc
 
 @pytest.mark.parametrize("layout", ["flat", "speculators"])
 def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str, tmp_path: Path) -> None:
-    folder = configure(written(tmp_path / "head", layout), use_cache=True, torch_dtype="bfloat16", some_new_switch=None)
+    keys: dict[str, Any] = {"torch_dtype": "bfloat16", "some_new_switch": None, "is_neox_style": True}
+    folder = configure(written(tmp_path / "head", layout), use_cache=True, **keys)
     assert spec_of(folder).num_layers == 1
     configure(folder, residual_multiplier=0.5, quantization_config={"bits": 4})
     message = refusal(folder)
@@ -253,6 +254,7 @@ def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str
         ({"pard_token": "7"}, 'pard_token is "7"; it must be an integer in 0 ..'),
         ({"mask_token_id": 3, "ptd_token_id": 4}, "mask_token_id=3, ptd_token_id=4 must be one token id in 0 .. 39"),
         ({"dflash_config": {"mask_token_id": 3}}, "not known to draft=eagle3: dflash_config="),
+        ({"is_neox_style": False}, "not known to draft=eagle3: is_neox_style=false"),
         ({"dspark_noise_token_id": 3}, "not known to draft=eagle3: dspark_noise_token_id=3"),
         ({"speculators_model_type": "dflash"}, "'dflash' is not supported"),
         ({"speculators_model_type": "eagle3", "transformer_layer_config": 3}, "transformer_layer_config is 3; it must be an"),
