@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
@@ -22,6 +24,7 @@ from batchspec.errors import CheckpointError
 from batchspec.images.decode import decode
 from batchspec.images.header import read_header
 from batchspec.model.vision import qwen3_vl
+from batchspec.model.vision.blocks import grid_positions, merge_order
 from batchspec.model.vision.eye import EyeSpec
 from batchspec.model.vision.registry import load_eye
 from batchspec.model.weights import Checkpoint
@@ -86,6 +89,34 @@ def test_the_tensors_of_an_eye_are_those_that_transformers_saves(folder: Path) -
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     assert {f"model.visual.{tensor.name}": tensor.shape for tensor in load_eye(folder).tensors()} == stored
     assert load_eye(folder).weight_bytes(torch.float32) == sum(4 * int(np.prod(shape)) for shape in stored.values())
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes of results of operations that were in memory at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results, self.most = list[weakref.ref[torch.Tensor]](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.results.append(weakref.ref(found))
+        storages = [own.untyped_storage() for ref in self.results if (own := ref()) is not None]
+        self.most = max(self.most, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_positions_of_a_large_image_take_two_buffers(dtype: torch.dtype) -> None:
+    grid, table = (40, 52), torch.randn(25, 64, dtype=dtype)
+    coords = merge_order(grid, 2)
+    with _Live() as live:
+        found = grid_positions(table, coords, grid)
+    assert live.most < 2.5 * found.nbytes
+    image = table.to(found.dtype).view(1, 5, 5, 64).permute(0, 3, 1, 2)
+    expected = torch.nn.functional.interpolate(image, grid, mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
+    torch.testing.assert_close(found, expected[coords[0], coords[1]], atol=1e-5, rtol=0)
 
 
 class _Rope:

@@ -37,12 +37,11 @@ def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:
         taps.append((below.long(), (below.long() + 1).clamp(max=side - 1)))
         weights.append((1 - share, share))
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
-    found = [
-        wide[row * side + col] * (of_row * of_col)[:, None]
-        for row, of_row in zip(taps[0], weights[0], strict=True)
-        for col, of_col in zip(taps[1], weights[1], strict=True)
-    ]
-    return torch.stack(found, 1).sum(1)
+    found = wide.new_zeros(coords.shape[1], wide.shape[1])
+    for row, of_row in zip(taps[0], weights[0], strict=True):
+        for col, of_col in zip(taps[1], weights[1], strict=True):
+            found += wide[row * side + col].mul_((of_row * of_col)[:, None])  # [n, H] twice in memory
+    return found
 
 
 def axial_angles(coords: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
