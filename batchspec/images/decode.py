@@ -39,7 +39,11 @@ def opaque(image: Image.Image) -> Image.Image:
     white. Raises BadImage for modes without a range.
     """
     if image.mode in _WIDE:
-        image = pillow().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+        wide = np.asarray(image).astype(np.uint16)
+        grey = (wide >> 8).astype(np.uint8)
+        if (transparent := image.info.get("transparency")) is not None:  # a number of 16 bits
+            grey[wide == transparent] = 255
+        image = pillow().fromarray(grey)
     if image.mode in ("I", "F"):
         raise BadImage("bad_image", f"its pixels are numbers of 32 bits (mode {image.mode}), whose range is unknown; save 8 bits")
     if "A" not in image.getbands() and "a" not in image.getbands() and image.info.get("transparency") is None:

@@ -91,6 +91,16 @@ def test_grey_of_sixteen_bits_keeps_its_upper_eight() -> None:
     assert (decode(out.getvalue(), Fit(32, 32)) == (values >> 8).astype(np.uint8)[..., None]).all()
 
 
+@pytest.mark.parametrize("transparent", [0, 300, 65535])
+def test_one_grey_of_sixteen_bits_may_be_transparent(transparent: int) -> None:
+    """Others with the same upper 8 bits are not."""
+    values = np.array([[0, 1, 256], [300, 301, 511], [65280, 65534, 65535]], np.uint16)
+    out = io.BytesIO()
+    Image.fromarray(values).save(out, "PNG", transparency=transparent)
+    expected = np.where(values == transparent, 255, values >> 8).astype(np.uint8)
+    assert (decode(out.getvalue(), Fit(3, 3)) == expected[..., None]).all()
+
+
 def test_exif_after_the_pixels_of_a_png_does_not_turn_them_silently() -> None:
     data = made("RGB", "PNG", 8, 12, 0, 6)
     begin = data.index(b"eXIf") - 4
