@@ -28,7 +28,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_image_model(tmp_path_factory.mktemp("models") / request.param, request.param, seed=3)
 
 
-def encoded(target: Target) -> torch.Tensor:
+def encoded(target: Target) -> list[torch.Tensor]:
     assert target.spec.eye is not None
     assert target.eye is not None
     images = []
@@ -36,14 +36,17 @@ def encoded(target: Target) -> torch.Tensor:
         data = picture(*size, seed)
         header = read_header(data)
         images.append(decode(data, target.spec.eye.rule.fit(header.height, header.width)))
-    return torch.cat(target.eye.encode(images)).cpu()
+    return [own.float().cpu() for own in target.eye.encode(images)]
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_an_image_is_encoded_as_on_the_cpu(folder: Path, dtype: torch.dtype, atol: float) -> None:
-    expected = encoded(image_target(folder))
-    found = encoded(image_target(folder, dtype, "cuda")).float()
-    assert (found - expected).abs().mean() < atol * expected.abs().mean()
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_each_image_is_encoded_as_on_the_cpu(folder: Path, dtype: torch.dtype, share: float) -> None:
+    """bf16 on the CPU differs by at most 0.014, and other pixels of the same size by at least 0.2."""
+    expected, found = encoded(image_target(folder)), encoded(image_target(folder, dtype, "cuda"))
+    for size, own, right in zip(SIZES, found, expected, strict=True):
+        error = (own - right).abs()
+        assert error.mean() < share * right.abs().mean(), size
+        assert error.max() < share * right.abs().max(), size
 
 
 @pytest.mark.parametrize("chunk", [64, 23])
