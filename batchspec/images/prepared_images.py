@@ -10,10 +10,12 @@ All methods are called by one thread. Others, one a process, only complete futur
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from batchspec.images.decode import Rgb
 from batchspec.images.header import BadImage
 from batchspec.images.rule import Fit
 from batchspec.images.shared_blocks import BLOCK, SharedBlocks, blocks_of
-from batchspec.process.limited_process import OUT_OF_MEMORY, Died, Killed, LimitedProcess
+from batchspec.process.limited_process import OUT_OF_MEMORY, CannotStart, Died, Killed, LimitedProcess
 from batchspec.process.machine import num_cpus
 from batchspec.process.own_process import finalize_here
 from batchspec.process.threads import start_thread
@@ -38,14 +40,20 @@ CPU_S, ANSWER_S = 60, 300.0
 """Limits on the time for an image: CPU time in whole seconds, and time in seconds, after which its process is killed."""
 MEMORY_BYTES = 4 << 30
 """Limit on the address space of a process, besides the blocks: three copies of the largest image in RGBA are 1.1 GB."""
+AGAIN = "run the same command again with resume=error, or give it more memory"
 QUEUED = 3
 """Images at a time that are begun for each process: enough to keep it busy between two steps of the engine, and few enough that
 the row that must enter next does not wait for many others."""
 
+log = logging.getLogger(__name__)
 
-def num_processes() -> int:
-    """All CPUs that this process may use but two, which launch and admit; at least one, at most MOST_PROCESSES."""
-    return min(MOST_PROCESSES, max(1, num_cpus() - 2))
+
+def num_processes(workers: int = 1) -> int:
+    """This worker's share of the CPUs but two, which launch and admit; at least one, at most MOST_PROCESSES.
+
+    workers: processes of the job on this machine that each make images, one a copy of the model
+    """
+    return min(MOST_PROCESSES, max(1, num_cpus() // workers - 2))
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +76,10 @@ class _Image:
     def is_done(self) -> bool:
         return self.made is not None and self.made.done()
 
+    @property
+    def has_failed(self) -> bool:
+        return self.made is not None and self.made.done() and self.made.exception() is not None
+
 
 class PreparedImages:
     """Processes start with the first asks, and end when this object is collected."""
@@ -89,13 +101,13 @@ class PreparedImages:
         """The row that must enter next, if `hurry` has named it."""
         self._images: OrderedDict[bytes, _Image] = OrderedDict()
         """By digest. Those that no row asks for lie in the order of their use."""
-        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._running: list[Future[None]] = []
         self._num_missing = 0
         """Images that rows ask for and that are not begun."""
         self._lanes = [_Lane(_DecodeProcess(self._memory)) for _ in range(num or num_processes())]
+        self._work = _Work(self._lanes)
         self._num_threads = 0
-        finalize_here(self, _end, self._lanes, self._tasks, self._memory.fd)
+        finalize_here(self, _end, self._lanes, self._work.tasks, self._memory.fd)
 
     def ask(self, row: Hashable, pieces: Sequence[ImagePiece]) -> None:
         """The row will take these images. Nothing happens if it has asked already and not taken them."""
@@ -103,6 +115,9 @@ class PreparedImages:
             return
         self._rows[row] = tuple(pieces)
         for piece in pieces:
+            image = self._images.get(piece.digest)
+            if image is not None and not image.num_asks and image.has_failed:  # after its rows had dropped it
+                self._evict(image)
             image = self._images.setdefault(piece.digest, _Image(piece))
             image.piece = piece
             self._num_missing += not image.num_asks and image.made is None
@@ -152,7 +167,7 @@ class PreparedImages:
             if image.made is None:
                 self._num_missing -= 1
                 del self._images[piece.digest]
-            elif image.is_done and image.made.exception() is not None:
+            elif image.has_failed:
                 self._evict(image)
         self._keep(MOST_KEPT)
 
@@ -166,9 +181,10 @@ class PreparedImages:
         if self._num_missing:
             self._begin()
         for lane in self._lanes:
-            if lane.began_at is not None and time.monotonic() - lane.began_at > ANSWER_S:
+            began_at = lane.began_at  # read once: the lane's thread sets it to None
+            if began_at is not None and time.monotonic() - began_at > ANSWER_S:
                 lane.began_at = time.monotonic()
-                lane.process.kill()
+                lane.process.kill(f"its process did not answer for {ANSWER_S:g} s")
 
     def pending(self) -> Iterator[Future[None]]:
         """The images that are being made."""
@@ -194,10 +210,10 @@ class PreparedImages:
         self._num_missing -= 1
         self._running.append(image.made)
         if self._num_threads < min(len(self._lanes), len(self._running)):
-            start_thread(partial(_serve, self._lanes[self._num_threads], self._tasks), "images")
+            start_thread(partial(_serve, self._work), "images")
             self._num_threads += 1
         piece = image.piece
-        self._tasks.put(((piece.source, Fit(piece.height, piece.width), image.blocks), image.made))
+        self._work.tasks.put(((piece.source, Fit(piece.height, piece.width), image.blocks), image.made))
 
     def _has_room(self, count: int, row: Hashable) -> bool:
         """Whether so many blocks are free for an image of this row, after others have been evicted."""
@@ -258,7 +274,8 @@ class _DecodeProcess(LimitedProcess):
             try:
                 answer = self.result_alone(asked)
             except Died as died:
-                raise BadImage("bad_image", f"{died}; correct the image or drop it", retryable=isinstance(died, Killed)) from None
+                advice = AGAIN if isinstance(died, Killed) else "correct the image or drop it"
+                raise BadImage("bad_image", f"{died}; {advice}", retryable=isinstance(died, Killed)) from None
         if answer is not None:
             raise BadImage(*answer)
 
@@ -272,10 +289,33 @@ class _Lane:
     """When the image that it makes was begun, in seconds of the monotonic clock."""
 
 
-def _serve(lane: _Lane, tasks: queue.SimpleQueue[Any]) -> None:
-    """The thread: makes images until it reads None. It holds no reference to the object that asks, which could not be collected
-    otherwise."""
-    while (task := tasks.get()) is not None:
+class _Work:
+    """The lanes that are not given up, and the tasks of all. It is thread-safe."""
+
+    def __init__(self, lanes: Sequence[_Lane]) -> None:
+        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._unused, self._num_left, self._lock = deque(lanes), len(lanes), threading.Lock()
+
+    def next_lane(self) -> _Lane | None:
+        """One that no thread has; None: each has one."""
+        with self._lock:
+            return self._unused.popleft() if self._unused else None
+
+    def retire(self, error: Exception) -> bool:
+        """Give up a lane whose process does not start or ends by itself. False: it is the last one, and stays."""
+        with self._lock:
+            if self._num_left == 1:
+                return False
+            self._num_left -= 1
+        log.warning("%s", f"one of the processes that decode images is given up ({error}); {self._num_left} are left")
+        return True
+
+
+def _serve(work: _Work) -> None:
+    """Make images until it reads None, by one lane, or by an unused one after that was given up. It does not refer to
+    the object that asks, which could not be collected otherwise."""
+    lane = work.next_lane()
+    while lane is not None and (task := work.tasks.get()) is not None:
         asked, made = task
         lane.began_at = time.monotonic()
         try:
@@ -284,7 +324,11 @@ def _serve(lane: _Lane, tasks: queue.SimpleQueue[Any]) -> None:
             made.set_result(None)
         except Exception as error:  # a row would wait for ever for an answer that never comes
             lane.began_at = None
-            made.set_exception(error)
+            if isinstance(error, OSError | CannotStart) and work.retire(error):
+                work.tasks.put(task)
+                lane = work.next_lane()
+            else:
+                made.set_exception(error)
         del task, asked, made
 
 

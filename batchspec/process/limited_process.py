@@ -72,6 +72,7 @@ class LimitedProcess:
         """first_message: what its work needs, its limit of memory in bytes and its limit of CPU time for a request in seconds."""
         self._first_message, self._cpu_s = first_message, first_message[2]
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_answered, self._killed_because = False, ""
         self._lock, self._closed = threading.Lock(), False
 
     @property
@@ -95,14 +96,17 @@ class LimitedProcess:
             if self._closed:
                 raise RuntimeError(f"the process that {self.does} was closed") from None
             if code >= 0:  # it never ends by itself while it is asked
+                when = "while it worked" if self._has_answered else "at its start"
                 raise CannotStart(
-                    f"the process that {self.does} ended with {code} at its start; look for a lack of memory, try "
+                    f"the process that {self.does} ended with {code} {when}; look for a lack of memory, try "
                     f"`python -m {self.module}`, and run the same command again"
                 ) from None
             if code == -signal.SIGKILL:
-                raise Killed("its process was killed, probably because the machine has too little memory") from None
+                why = self._killed_because or "its process was killed, probably because the machine has too little memory"
+                raise Killed(why) from None
             too_long = self.too_long.format(cpu_s=self._cpu_s)
             raise Died(too_long if code == -signal.SIGXCPU else f"its process ended with {code}") from None
+        self._has_answered = True
         if isinstance(answer, Defect):
             self.end()
             raise Died(answer.text)
@@ -119,10 +123,11 @@ class LimitedProcess:
                     raise
         raise AssertionError
 
-    def kill(self) -> None:
-        """Kill the process if it runs; its request is then `Killed`. Any thread may call this."""
+    def kill(self, why: str) -> None:
+        """Kill the process if it runs; its request is then `Killed`, with `why` as its message. Any thread may call this."""
         with self._lock:
             if self._process is not None:
+                self._killed_because = why
                 self._process.kill()
 
     def close(self) -> None:
@@ -144,7 +149,7 @@ class LimitedProcess:
                 raise RuntimeError(f"the process that {self.does} was closed")
             # Each thread of a library reserves memory.
             process = start_module(self.module, pass_fds=self.pass_fds, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
-            self._process = process
+            self._process, self._has_answered, self._killed_because = process, False, ""
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # found again, with its code, when it is asked
             pickle.dump(self._first_message, process.stdin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -20,9 +21,10 @@ import pytest
 from batchspec.images import prepared_images
 from batchspec.images.decode import Rgb, decode
 from batchspec.images.header import BadImage
-from batchspec.images.prepared_images import PreparedImages
+from batchspec.images.prepared_images import PreparedImages, num_processes
 from batchspec.images.rule import Fit
 from batchspec.images.shared_blocks import BLOCK, SharedBlocks, blocks_of
+from batchspec.process.limited_process import CannotStart
 from batchspec.records import ImagePiece
 from tests.helpers.image_models import picture
 
@@ -167,7 +169,8 @@ def test_a_killed_process_loses_nothing() -> None:
 def test_an_image_whose_processes_are_killed_again_and_again_is_an_error_that_may_be_retried() -> None:
     prepared = PreparedImages(num=1)
     prepared.ask("bad", (slow_piece(1),))
-    with killing(prepared, most=99) as killed, pytest.raises(BadImage, match=r"^image 1 of 1: its process was killed") as caught:
+    said = r"^image 1 of 1: its process was killed, .*; run the same command again with resume=error, or give it more memory"
+    with killing(prepared, most=99) as killed, pytest.raises(BadImage, match=said) as caught:
         taken(prepared, "bad")
     assert (caught.value.code, caught.value.retryable) == ("bad_image", True)
     assert len(killed) == 4  # in the first process, and in three new ones
@@ -190,6 +193,106 @@ def test_a_process_that_does_not_answer_is_killed_and_its_image_made_again(monke
             prepared.check()
             time.sleep(0.01)
     assert (taken(prepared, "next")[0] == right(piece(2))).all()
+
+
+@pytest.mark.second
+def test_an_image_whose_processes_never_answer_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_images, "ANSWER_S", 0.05)  # a process takes longer to start
+    prepared = PreparedImages(num=1)
+    prepared.ask("bad", (piece(1),))
+    said = r"^image 1 of 1: its process did not answer for 0\.05 s; run the same command again with resume=error, or"
+    with pytest.raises(BadImage, match=said) as caught:
+        taken(prepared, "bad", after_each=lambda: time.sleep(0.01))
+    assert caught.value.retryable
+
+
+def test_an_image_may_be_finished_while_its_time_is_checked() -> None:
+    class Lane:
+        """Whose image is finished after its time was read once."""
+
+        reads = 0
+
+        @property
+        def began_at(self) -> float | None:
+            self.reads += 1
+            return time.monotonic() if self.reads == 1 else None
+
+    prepared, lane = PreparedImages(num=1), Lane()
+    prepared._lanes[:] = [lane]  # type: ignore[list-item]
+    try:
+        prepared.check()
+    finally:
+        prepared._lanes.clear()
+    assert lane.reads == 1
+
+
+def failing_lanes(prepared: PreparedImages, monkeypatch: pytest.MonkeyPatch, *lanes: int) -> None:
+    """The processes of these lanes cannot be started, which takes a moment."""
+
+    def fail() -> None:
+        time.sleep(0.05)
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    for lane in lanes:
+        monkeypatch.setattr(prepared._lanes[lane].process, "_start", fail)
+
+
+@pytest.mark.parametrize("lanes", [(0,), (0, 1), (0, 2), (1, 2)])
+def test_a_lane_whose_process_does_not_start_leaves_its_images_to_others(
+    lanes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = PreparedImages(num=3)
+    failing_lanes(prepared, monkeypatch, *lanes)
+    rows = [piece(seed) for seed in range(9)]
+    prepared.ask("first", (rows[0],))
+    assert (taken(prepared, "first")[0] == right(rows[0])).all(), "with a single image there is a single thread"
+    for row, one in enumerate(rows):
+        prepared.ask(row, (one,))
+    for row, one in enumerate(rows):
+        assert (taken(prepared, row)[0] == right(one)).all()
+    assert 0 in lanes or len(pids(prepared)) == 1
+    assert len(caplog.messages) <= len(lanes)
+    assert all("decode images is given up ([Errno 11]" in said for said in caplog.messages)
+
+
+def test_the_job_ends_if_no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = PreparedImages(num=3)
+    failing_lanes(prepared, monkeypatch, 0, 1, 2)
+    for row in range(6):
+        prepared.ask(row, (piece(row),))
+    with pytest.raises(BlockingIOError):
+        taken(prepared, 0)
+
+
+def test_a_process_that_ends_by_itself_says_whether_it_had_worked() -> None:
+    prepared = PreparedImages(num=1)
+    process = prepared._lanes[0].process
+    process.result((piece(1).source, Fit(8, 8), [0]))
+    with pytest.raises(CannotStart, match=r"^the process that decodes images ended with 1 while it worked; look for"):
+        process.result("no image")
+    process._first_message = ("no memory", 1, 1)
+    with pytest.raises(CannotStart, match=r"^the process that decodes images ended with 1 at its start; look for"):
+        process.result("no image")
+
+
+def test_a_failure_that_nobody_waited_for_is_not_given_to_a_later_row() -> None:
+    prepared, one = PreparedImages(num=1), piece(1)
+    lost = BadImage("bad_image", "its process was killed", retryable=True)
+    prepared.ask("dropped", (one,))
+    prepared.drop("dropped")
+    image = prepared._images[one.digest]
+    wait(prepared.pending(), PATIENCE_S)
+    image.made = Future()
+    image.made.set_exception(lost)
+    prepared.ask("later", (one,))
+    assert (taken(prepared, "later")[0] == right(one)).all()
+    blocks_in_use(prepared)
+
+
+@pytest.mark.parametrize(("cpus", "workers", "processes"), [(96, 1, 30), (96, 8, 10), (16, 2, 6), (8, 8, 1), (1, 1, 1)])
+def test_workers_of_a_machine_share_its_cpus(cpus: int, workers: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_images, "num_cpus", lambda: cpus)
+    assert num_processes(workers) == processes
 
 
 @pytest.mark.second
