@@ -100,7 +100,7 @@ class PromptImages:
         if given is None or given == "":
             raise BadRow("missing_image", f"image {number} is null; give its bytes, or take its part out of the chat")
         if not isinstance(given, str):
-            raise BadRow("bad_image", f"image {number} is no bytes, struct of bytes, path or data URL; correct it")
+            raise BadRow("bad_image", f"image {number} must be bytes, {{bytes, path}}, a path or a data URL; correct it")
         if given.startswith("data:"):
             return of_data_url(given, number)
         if self.files is not None:
