@@ -6,6 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from subprocess import PIPE, STDOUT
 from typing import IO
 
@@ -31,9 +32,11 @@ class Crew:
     """The workers of one run."""
 
     def __init__(self, config: RunConfig, devices: Sequence[str | None]) -> None:
-        self._text, self._name = to_json(config), os.environ.get(CREW) or uuid.uuid4().hex
+        self._name = os.environ.get(CREW) or uuid.uuid4().hex
         assert config.output.dir is not None
         self._num, self._out, self._ranks = len(devices), OutputFolder(config.output.dir).path, config.cluster.tensor_parallel
+        # A worker sees its own GPU alone, and shares the CPUs with the others.
+        self._text = to_json(replace(config, cluster=replace(config.cluster, workers=max(1, self._num // self._ranks))))
         self._watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
         self._said: set[str] = set()
         self._lock = threading.Lock()

@@ -110,7 +110,10 @@ def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | 
     )
     if not demand.num_completions:
         return made
-    images = image_times(job.spec.eye, survey, job.source.num_rows, rates)
+    workers = job.config.cluster.workers
+    if workers == AUTO:
+        workers = num_gpus if ranks == AUTO else max(1, num_gpus // ranks)
+    images = image_times(job.spec.eye, survey, job.source.num_rows, rates, workers)
     return replace(made, rates=rates, batch=batch, forecast=forecast_of(job, batch, demand, rates), images=images, layouts=found)
 
 

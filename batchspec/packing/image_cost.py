@@ -39,9 +39,9 @@ class ImageTimes:
 NO_IMAGES = ImageTimes()
 
 
-def image_times(eye: EyeSpec | None, survey: Survey, num_rows: int, rates: Rates) -> ImageTimes:
+def image_times(eye: EyeSpec | None, survey: Survey, num_rows: int, rates: Rates, workers: int = 1) -> ImageTimes:
     """The times of `num_rows` rows like those of the survey. An image counts once for all samples of its row, and for each of
-    several rows that have it."""
+    several rows that have it. workers: copies of the model on the machine, which share its CPUs."""
     if eye is None or not survey.num_rows:
         return NO_IMAGES
     pixels, counts = np.unique(np.frombuffer(survey.image_pixels, np.int32), return_counts=True)
@@ -49,5 +49,5 @@ def image_times(eye: EyeSpec | None, survey: Survey, num_rows: int, rates: Rates
     scale = num_rows / survey.num_rows
     return ImageTimes(
         encoder_s=ENCODER_SLOWDOWN * scale * float(flop) / rates.full_flop_s, worker_s=scale * PREPARE_S * survey.encoded_pixels,
-        num_processes=num_processes(),
+        num_processes=num_processes(workers),
     )

@@ -105,6 +105,15 @@ def test_an_error_that_all_workers_raise_is_printed_once(
     assert sorted(line for line in said.splitlines() if "note" in line) == ["[0] note 0", "[1] note 1", "[2] note 2"]
 
 
+@pytest.mark.parametrize(("count", "ranks"), [(3, 1), (4, 2)])
+def test_a_worker_knows_how_many_there_are(
+    count: int, ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "import json; print('there are', json.loads(sys.stdin.readline())['cluster']['workers'], flush=True)"
+    assert supervised(monkeypatch, program, count, tensor_parallel=ranks) == 0
+    assert capsys.readouterr().err.count(f"there are {count // ranks}\n") == count
+
+
 def test_how_to_inspect_a_finished_job_is_said_once(command: list[str], tmp_path: Path) -> None:
     """Also where another folder was meant by the name, which the workers say in its short form."""
     for out in (f"{tmp_path}/./out/", f"{tmp_path}/out"):

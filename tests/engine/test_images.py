@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.config.schema import RunConfig
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features import RowFeatures, images
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.images import prepared_images as module
+from batchspec.images.prepared_images import PreparedImages
+from batchspec.job.load import build
 from batchspec.job.load.build import prepared_images
 from batchspec.model.target import Target
 from batchspec.packing.equal_rows import answer_key
@@ -317,3 +321,19 @@ def test_a_slot_that_had_an_image_has_the_positions_of_its_next_row(models: Path
     alone = [tokens(list(image_engine(target, NoDrafter(), ONE_SLOT).run([one]))) for one in requests]
     found = tokens(list(image_engine(target, NoDrafter(), ONE_SLOT).run(requests)))
     assert found == {name: own for one in alone for name, own in one.items()}
+
+
+def test_the_workers_of_a_run_share_the_cpus(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, asked, made = image_target(models / "qwen3_vl"), list[int](), PreparedImages
+
+    def make(*, num: int, **more: Any) -> PreparedImages:
+        asked.append(num)
+        return made(num=num, **more)
+
+    monkeypatch.setattr(module, "num_cpus", lambda: 40)
+    monkeypatch.setattr(build, "PreparedImages", make)
+    for workers in ("auto", 4):
+        config = RunConfig()
+        config.cluster.workers = workers
+        build.build_engine(config, target, NoDrafter(), BATCH)
+    assert asked == [30, 8]

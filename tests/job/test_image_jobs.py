@@ -23,8 +23,9 @@ from batchspec import cli, run
 from batchspec.config.compose import compose
 from batchspec.config.schema import InputConfig
 from batchspec.data.dataset.reader import open_source
-from batchspec.errors import CheckpointError, ConfigError, InputError
+from batchspec.errors import BadRow, CheckpointError, ConfigError, InputError
 from batchspec.heads.data import read_rows
+from batchspec.images import prepared_images
 from batchspec.images.header import MOST_PIXELS
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
@@ -32,6 +33,7 @@ from batchspec.job.runner.shard_work import ShardWork
 from batchspec.model.spec import load_spec
 from batchspec.model.vision.registry import load_eye
 from batchspec.packing.image_cost import PREPARE_S
+from batchspec.packing.prompt_images import PromptImages
 from batchspec.records import Completion, Request, RowError
 from tests.data.s3_lab import BUCKET, running_lab
 from tests.helpers.heads import random_tensors, tiny_design, write_head
@@ -201,6 +203,12 @@ def test_each_bad_image_costs_its_row_alone_and_says_why(overlong: str, vl: Path
         assert own == code, (name, message)
         assert pl.Series([message]).str.contains(said).item(), (name, message)
         assert message == "" or f"row {row['row_index']} (id '{name}')" in message
+
+
+def test_an_image_of_another_type_is_refused(vl: Path) -> None:
+    read = PromptImages(load_eye(vl).rule, from_column=False, files=None)
+    with pytest.raises(BadRow, match=r"^image 2 must be bytes, \{bytes, path\}, a path or a data URL; correct it$"):
+        read.placed(user("hi"), [A, 3], None, adds=False)
 
 
 @pytest.mark.second
@@ -539,14 +547,19 @@ def test_batch_requests_of_openai_may_hold_images(vl: Path, tmp_path: Path) -> N
         assert found[0].get("image_digest") == (None if code else expected["image_digest"])
 
 
-def test_plan_counts_images_and_their_tokens(vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_images_and_their_tokens(
+    vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_images, "num_cpus", lambda: 40)
     rows = [{"messages": user("<image> and <image>"), "images": [A, C]}, {"messages": user("none"), "images": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
     keys = [word for word in words(vl, tmp_path, "input.columns={images:images}") if not word.startswith("output.dir")]
     assert cli.main(["plan", *keys]) == 0
     said = capfd.readouterr().out
     assert re.search(r"\nimages       2, 39 tokens on average, \d+% of all prompt tokens\n", said)
-    assert re.search(r"\nencoder      .*; meanwhile \d+ process(es)? decode and resize them, ", said)
+    assert re.search(r"\nencoder      .*; meanwhile 30 processes decode and resize them, ", said)
+    assert cli.main(["plan", *keys, "cluster.workers=4"]) == 0
+    assert re.search(r"\nencoder      .*; meanwhile 8 processes decode and resize them, ", capfd.readouterr().out)
     assert cli.main(["plan", "--json", *keys, "decode=sampled", "decode.n=2"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert (facts["images"], facts["image_tokens"]) == (4, 156)

@@ -11,6 +11,7 @@ from batchspec.automata.lazy_automaton import Expanding
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.checkpoint.weight_files import weight_files
+from batchspec.config.checks import AUTO
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.draft.base import Drafter
@@ -20,7 +21,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.records import RoundOptions
-from batchspec.images.prepared_images import PreparedImages
+from batchspec.images.prepared_images import PreparedImages, num_processes
 from batchspec.job.load.memory import check_memory, kept_images, plan_batch
 from batchspec.job.prepare import Job, JobModel, notes
 from batchspec.job.report.progress_bar import ProgressBar
@@ -191,6 +192,7 @@ def build_engine(
     """
     ablation, task, adaptive = config.ablation, task_of(config), config.draft.adaptive is not False
     assert batch.decodes is task.decodes, "the batch was planned for another job"
+    workers = 1 if config.cluster.workers == AUTO else config.cluster.workers
     num_top = task.num_top(config.output)
     num_top = None if num_top is None else min(num_top, target.spec.vocab_size)
     return Engine(
@@ -214,7 +216,7 @@ def build_engine(
             call_parser=call_parser,
             eye=target.eye,
             kept_images=kept_images(batch.prefill_tokens, batch.max_len),
-            prepared=prepared_images(target.spec, batch.max_len),
+            prepared=prepared_images(target.spec, batch.max_len, workers),
         ),
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
@@ -225,9 +227,11 @@ def build_engine(
     )
 
 
-def prepared_images(spec: ModelSpec, max_len: int) -> PreparedImages | None:
-    """Makes the pixels of rows of at most max_len tokens; None without images."""
-    return None if spec.eye is None else PreparedImages(longest_row=(max_len, 3 * max_len * spec.eye.rule.multiple**2))
+def prepared_images(spec: ModelSpec, max_len: int, workers: int = 1) -> PreparedImages | None:
+    """Makes the pixels of rows of at most max_len tokens; None without images. workers: of the run, which share the CPUs."""
+    if spec.eye is None:
+        return None
+    return PreparedImages(longest_row=(max_len, 3 * max_len * spec.eye.rule.multiple**2), num=num_processes(workers))
 
 
 def expanding_of(job: Job) -> Expanding | None:
