@@ -7,7 +7,8 @@ import json
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import polars as pl
 import pytest
@@ -351,6 +352,14 @@ def test_logprobs_are_those_of_the_raw_logits(tmp_path: Path) -> None:
             logprobs = torch.log_softmax(full_logits(TARGET(), ids[: len(req.prompt_ids) + place]), -1)
             assert abs(float(logprobs[token]) - float(completion.logprobs[place])) < 1e-5
             assert completion.top_logprobs[0][place].tolist() == logprobs.topk(4).indices.tolist()
+
+
+def test_tokens_above_a_node_are_those_from_the_root_on() -> None:
+    """Token 0 too: it is no sign that a path is shorter."""
+    round_ = cast(TreeRound, SimpleNamespace(drafter=SimpleNamespace(draft_len=2)))
+    ids, parents = torch.tensor([[9, 0, 7, 0]]).int(), torch.tensor([[-1, 0, 1, 2]]).int()
+    found = TreeRound._above(round_, ids, parents).tolist()
+    assert (found[1][:1], found[2]) == ([0], [0, 7])
 
 
 def test_penalties_count_the_tokens_above_a_node(tmp_path: Path) -> None:
