@@ -27,7 +27,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "markov_head_type": ("vanilla",), "projector_type": ("dflash", "dspark"),
     "attention_mode": ("gqa",),
 }
-"""Keys of which only these values are supported."""
+"""Keys, and the only values of them that are supported."""
 _OFF = frozenset((
     "is_encoder_decoder", "use_mrope", "output_scores", "return_dict_in_generate", "remove_invalid_values", "do_sample",
     "early_stopping", "parallel_drafting", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",

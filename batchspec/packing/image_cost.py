@@ -18,7 +18,7 @@ Pillow 13 on one core (`python -m batchspec.bench.image_preparation`). PNG takes
 
 ENCODER_SLOWDOWN = 1.6
 """Time of encoding relative to that of its operations at the rate of large products: pages of 1216 x 1728 with the encoder of
-Qwen3-VL-8B, of which attention takes over half (H200, 360 TFLOP/s, 2026-11)."""
+Qwen3-VL-8B, where attention takes over half of it (H200, 360 TFLOP/s, 2026-11)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@
 
 One program for each tile of queries of a sequence and each head; the tiles of a head run side by side and share its K and V in
 the L2 cache. A head is held in two parts, a power of two and the rest (72 = 64 + 8, computed as 64 + 16), so that it is not
-padded to the next power. The softmax is online, in base 2. Bound by tensor cores and by the exponentials, of which heads of 64
-need one for every 256 operations. Source: Dao 2023 (FlashAttention-2, arXiv 2307.08691).
+padded to the next power. The softmax is online, in base 2. Bound by tensor cores and by exponentials: heads of 64 need one for
+every 256 operations. Source: Dao 2023 (FlashAttention-2, arXiv 2307.08691).
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
 """The gated delta rule of Qwen3.5: heads of 128 values, 16 of keys, and 32 (35B-A3B) or 48 (27B) of values.
 
-Bytes are those of inputs and outputs once, and of states twice. The references compute one token after another, each by launches
-of the host, and are left out for more than 64 tokens.
+Bytes are those of inputs and outputs once, and of states twice.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from batchspec.kernels.benchmarks.case import Benchmark, Case, copies, into, noise, unwritten
+from batchspec.kernels.benchmarks.case import Benchmark, Case, copies, noise
+from batchspec.kernels.benchmarks.recurrences import recurrence, states_of
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks, delta_chunks_reference
 from batchspec.kernels.gated_delta.delta_steps import delta_steps, delta_steps_reference
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
 
 KEY_HEADS, DIM, RING = 16, 128, 8
-MOST_TOKENS = 64
-"""Of a reference."""
-MOST_COPIED = 65536
-"""Tokens of which there is one copy: they are gigabytes."""
 
 
 def rows_of(rows: int, per_row: int, *, first: int) -> DeltaBatch:
@@ -48,30 +43,24 @@ def inputs_of(tokens: int, heads: int) -> DeltaInputs:
     return DeltaInputs(q=q, k=k, v=noise(tokens, heads, DIM), gates=torch.stack((-0.1 * beta, beta), 2))
 
 
-def recurrence(
-    kernel: Any, reference: Any, states: list[DeltaState], inputs: DeltaInputs, batch: DeltaBatch, **options: Any
-) -> Case:
-    out, expected = unwritten(inputs.v), unwritten(inputs.v)
-    before = DeltaState(**{name: getattr(states[0], name).clone() for name in DeltaState.__dataclass_fields__})
-    right = into(expected, partial(reference, inputs, before, batch, expected, **options))
-    return Case(
-        calls=[into(out, partial(kernel, inputs, state, batch, out, **options)) for state in states],
-        reference=right if len(out) <= MOST_TOKENS else None,
-        num_bytes=2 * before.state.nbytes + inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes + out.nbytes,
+def delta_case(kernel: Any, reference: Any, states: list[DeltaState], batch: DeltaBatch, heads: int, **options: Any) -> Case:
+    inputs = inputs_of(len(batch.positions), heads)
+    return recurrence(
+        lambda state, out: kernel(inputs, state, batch, out, **options),
+        lambda state, out: reference(inputs, state, batch, out, **options), states, inputs.v,
+        inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes,
     )
 
 
 def steps_case(rows: int, heads: int, drafts: int, replayed: int, dtype: torch.dtype) -> Case:
-    """A round with so many drafts, after one of which `replayed` tokens were accepted."""
-    inputs, batch = inputs_of(rows * (drafts + 1), heads), rows_of(rows, drafts + 1, first=16)
+    """A round that verifies so many drafts, and replays so many tokens accepted before."""
     states = copies(lambda: state_of(rows, heads, dtype, folded=16 - replayed))
-    return recurrence(delta_steps, delta_steps_reference, states, inputs, batch, commits=False)
+    return delta_case(delta_steps, delta_steps_reference, states, rows_of(rows, drafts + 1, first=16), heads, commits=False)
 
 
 def chunks_case(rows: int, per_row: int, heads: int) -> Case:
-    inputs, batch = inputs_of(rows * per_row, heads), rows_of(rows, per_row, first=0)
-    states = copies(lambda: state_of(rows, heads, folded=0))
-    return recurrence(delta_chunks, delta_chunks_reference, states if len(inputs.v) <= MOST_COPIED else states[:1], inputs, batch)
+    states = states_of(lambda: state_of(rows, heads, folded=0), rows * per_row)
+    return delta_case(delta_chunks, delta_chunks_reference, states, rows_of(rows, per_row, first=0), heads)
 
 
 HEADS = (32, 48)

@@ -1,18 +1,17 @@
 """The recurrence of Mamba2 as Nemotron 3 Nano has it: 64 heads of 64 values in 8 groups, states of 128 a value.
 
-Bytes are those of inputs and outputs once, and of states twice. The references compute one token after another, each by launches
-of the host, and are left out for more than 64 tokens.
+Bytes are those of inputs and outputs once, and of states twice.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from batchspec.kernels.benchmarks.case import Benchmark, Case, copies, into, noise, unwritten
+from batchspec.kernels.benchmarks.case import Benchmark, Case, copies, noise
+from batchspec.kernels.benchmarks.recurrences import recurrence, states_of
 from batchspec.kernels.mamba2.layout import SsmState, SsmWeights
 from batchspec.kernels.mamba2.scan_chunks import scan_chunks, scan_chunks_reference
 from batchspec.kernels.mamba2.scan_steps import scan_steps, scan_steps_reference
@@ -20,10 +19,6 @@ from batchspec.kernels.short_conv.short_conv import ConvRows
 
 HEADS, DIM, GROUPS, SIZE, RING = 64, 64, 8, 128, 8
 INNER = HEADS * DIM
-MOST_TOKENS = 64
-"""Of a reference."""
-MOST_COPIED = 65536
-"""Tokens of which there is one copy: they are gigabytes."""
 
 
 def rows_of(rows: int, per_row: int, *, first: int) -> ConvRows:
@@ -42,31 +37,26 @@ def state_of(rows: int, dtype: torch.dtype = torch.float32, *, folded: int) -> S
     )
 
 
-def recurrence(kernel: Any, reference: Any, states: list[SsmState], rows: ConvRows, **options: Any) -> Case:
+def scan_case(kernel: Any, reference: Any, states: list[SsmState], rows: ConvRows, **options: Any) -> Case:
     tokens = len(rows.positions)
     xbc, dt = noise(tokens, INNER + 2 * GROUPS * SIZE), noise(tokens, HEADS)
     weights = SsmWeights(a_log=torch.rand(HEADS), dt_bias=torch.rand(HEADS) - 4.0, d=torch.ones(HEADS))
-    out = unwritten(xbc[:, :INNER]).contiguous()
-    expected = out.clone()
-    before = SsmState(**{name: getattr(states[0], name).clone() for name in SsmState.__dataclass_fields__})
-    right = into(expected, partial(reference, xbc, dt, weights, before, rows, expected, **options))
-    return Case(
-        calls=[into(out, partial(kernel, xbc, dt, weights, state, rows, out, **options)) for state in states],
-        reference=right if tokens <= MOST_TOKENS else None,
-        num_bytes=2 * before.state.nbytes + xbc.nbytes + dt.nbytes + out.nbytes,
+    return recurrence(
+        lambda state, out: kernel(xbc, dt, weights, state, rows, out, **options),
+        lambda state, out: reference(xbc, dt, weights, state, rows, out, **options), states, xbc[:, :INNER].contiguous(),
+        xbc.nbytes + dt.nbytes,
     )
 
 
 def steps_case(rows: int, drafts: int, replayed: int, dtype: torch.dtype) -> Case:
-    """A round with so many drafts, after one of which `replayed` tokens were accepted."""
+    """A round that verifies so many drafts, and replays so many tokens accepted before."""
     states = copies(lambda: state_of(rows, dtype, folded=16 - replayed))
-    return recurrence(scan_steps, scan_steps_reference, states, rows_of(rows, drafts + 1, first=16), commits=False)
+    return scan_case(scan_steps, scan_steps_reference, states, rows_of(rows, drafts + 1, first=16), commits=False)
 
 
 def chunks_case(rows: int, per_row: int) -> Case:
-    states = copies(lambda: state_of(rows, folded=0))
-    kept = states if rows * per_row <= MOST_COPIED else states[:1]
-    return recurrence(scan_chunks, scan_chunks_reference, kept, rows_of(rows, per_row, first=0))
+    states = states_of(lambda: state_of(rows, folded=0), rows * per_row)
+    return scan_case(scan_chunks, scan_chunks_reference, states, rows_of(rows, per_row, first=0))
 
 
 MAMBA2 = (

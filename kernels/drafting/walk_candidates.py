@@ -7,7 +7,7 @@ choice is, where it is asked for: as `argmax` counts it, of the choice among the
 
     sigmoid(sure_of_state[k] + sure_of_token . w1[prev])
 
-One program a row: K steps, each of which reads 1 + C rows of rank numbers. Bound by latency: K dependent reads.
+One program a row: K steps, and a step reads 1 + C rows of `rank` numbers. Bound by latency: K dependent reads.
 Source: the Markov head of DSpark (arXiv 2607.05147); few candidates suffice (vLLM's `dspark_draft_topk`).
 """
 

@@ -118,7 +118,7 @@ def with_own_ids(one: Request, prefix: Sequence[int], first: int) -> list[int]:
 
 
 def rotated(x: Tensor, positions: Tensor, frequency: Tensor, sections: tuple[int, int, int]) -> Tensor:
-    """x [n, heads, D], of which the first numbers are rotated; positions [3, more]."""
+    """Rotate the first numbers of each head of x [n, heads, D]; positions [3, more]."""
     axes = [axis if axis and j < 3 * sections[axis] else 0 for j, axis in ((j, j % 3) for j in range(len(frequency)))]
     angle = (positions[axes, : len(x)].T.to(frequency.dtype) * frequency)[:, None]
     cos, sin, half = angle.cos().to(x.dtype), angle.sin().to(x.dtype), len(frequency)

@@ -350,7 +350,7 @@ def test_any_order_of_asks_ends_with_the_right_pixels_and_leaves_no_block_taken(
 
 
 def test_the_row_that_must_enter_next_takes_the_blocks_of_others_once_their_images_are_made() -> None:
-    """Else a row that was preempted would wait for rows that wait behind it."""
+    """Otherwise a preempted row would never get memory: later rows that wait for a slot would hold all of it."""
     prepared, rows = PreparedImages(most_bytes=2 * BLOCK, num=1), [piece(seed, 64, 64) for seed in range(3)]
     for row in range(3):
         prepared.ask(row, (rows[row],))
