@@ -17,11 +17,11 @@ from batchspec.console.terminal import show_line
 from batchspec.images.decode import decode, opaque
 from batchspec.images.header import opened, pillow, read_header
 from batchspec.images.prepared_images import PreparedImages, num_processes
-from batchspec.images.rule import CLIP_MEAN, CLIP_STD, Fit, ImageRule
+from batchspec.images.processor import CLIP_MEAN, CLIP_STD, Fit, ImageProcessor
 from batchspec.records import ImagePiece
 
 WIDTH, HEIGHT = 1654, 2339
-RULE = ImageRule(
+PROCESSOR = ImageProcessor(
     patch=16, merge=2, frames=2, min_pixels=65_536, max_pixels=2_129_920, mean=CLIP_MEAN, std=CLIP_STD, placeholder=0
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz     ,.ABCDEFGHIJ0123456789"
@@ -42,8 +42,8 @@ def page(seed: int) -> bytes:
 def piece_of(data: bytes, number: int) -> ImagePiece:
     """The page as an image of a prompt; number makes its digest its own, so that no page is made once for several."""
     header = read_header(data)
-    fit = RULE.fit(header.height, header.width)
-    rows, cols = RULE.grid(fit)
+    fit = PROCESSOR.fit(header.height, header.width)
+    rows, cols = PROCESSOR.grid(fit)
     return ImagePiece(
         begin=0, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
         encoded_pixels=header.height * header.width, digest=number.to_bytes(16), source=data,
@@ -74,7 +74,7 @@ def parts_ms(data: bytes, repeats: int) -> dict[str, float]:
     def note(name: str, begun_at: float) -> None:
         found[name] = min(found.get(name, 1e9), 1e3 * (time.perf_counter() - begun_at))
 
-    fit = RULE.fit(HEIGHT, WIDTH)
+    fit = PROCESSOR.fit(HEIGHT, WIDTH)
     for _ in range(repeats):
         begun_at = time.perf_counter()
         with opened(data) as image:
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=200, help="pages of each measurement")
     given = parser.parse_args()
     pages = [page(seed) for seed in range(8)]
-    show_line(f"pages of {sum(map(len, pages)) / len(pages) / 1e3:,.0f} kB; to {RULE.fit(HEIGHT, WIDTH)}")
+    show_line(f"pages of {sum(map(len, pages)) / len(pages) / 1e3:,.0f} kB; to {PROCESSOR.fit(HEIGHT, WIDTH)}")
     for name, spent_ms in parts_ms(pages[0], 10).items():
         show_line(f"{name:12} {spent_ms:6.1f} ms")
     for num in given.processes:

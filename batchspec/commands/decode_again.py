@@ -30,7 +30,7 @@ from batchspec.engine.rounds.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.images.decode import decode
-from batchspec.images.rule import Fit
+from batchspec.images.processor import Fit
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.prepare import Job, open_job, survey_first
 from batchspec.job.report.progress_bar import ProgressBar

@@ -26,7 +26,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         **({} if plan.output is None else plan.output.facts(survey)),
         "rows_read": survey.num_rows,
         "bad_rows": {code: {"rows": count, "example": example} for code, (count, example) in sorted(survey.bad.items())},
-        **({} if job.spec.eye is None else {"images": survey.num_images, "image_tokens": survey.image_tokens}),
+        **({} if job.spec.vision is None else {"images": survey.num_images, "image_tokens": survey.image_tokens}),
         "card": None if plan.card is None else plan.card.card.name,
         "device": job.device.type,
         "family": job.spec.family,
@@ -58,7 +58,7 @@ def _shape(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
         "round_s": ahead.round_s,
         "prefill_s": ahead.prefill_s,
         "decode_s": ahead.decode_s,
-        **({} if plan.job.spec.eye is None else {"encoder_s": plan.images.encoder_s, "image_worker_s": plan.images.worker_s}),
+        **({} if plan.job.spec.vision is None else {"encoder_s": plan.images.encoder_s, "image_worker_s": plan.images.worker_s}),
         "tok_s": tokens / seconds,
         "left_s": seconds * (1 - found["rows"] / found["rows_total"]),
     }

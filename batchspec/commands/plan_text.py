@@ -121,7 +121,7 @@ class Plan:
         mean, median, most = lengths.mean(), np.median(lengths), lengths.max()
         what = self._task.prompts
         lines = [f"{what} {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
-        return lines if self.job.spec.eye is None else [*lines, self._images()]
+        return lines if self.job.spec.vision is None else [*lines, self._images()]
 
     def _images(self) -> str:
         images, tokens = self.survey.num_images, self.survey.image_tokens
@@ -211,7 +211,7 @@ class Plan:
             self._memory(batch, pages_bytes, row_tensor_bytes(batch, spec, job.dtype, layers)),
             *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
-            *([] if spec.eye is None else [f"encoder      {self._encoder()}"]),
+            *([] if spec.vision is None else [f"encoder      {self._encoder()}"]),
             *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
             f"together     {_duration(total_s)}, {tokens:,.0f} {self._task.tokens} tokens, {tokens / total_s:,.0f} tok/s",
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",

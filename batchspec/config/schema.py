@@ -57,7 +57,7 @@ class ModelConfig:
     """auto reads the weights; dummy fills them with random numbers, for benchmarks."""
     chat_template: str | None = key(None, applies_to=CHATS, path=True)
     """Path of a Jinja file that replaces the checkpoint's chat template."""
-    eye: bool = False
+    vision: bool = False
     """Load the model's vision encoder, for chats whose parts hold images. A job whose input.columns names a column of images
     loads it anyway."""
     think_tokens: Any = key("auto", form="auto, none, or a list of one or two tokens", example="[<think>,</think>]")

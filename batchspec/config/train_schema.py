@@ -125,7 +125,7 @@ _OF_HEADS = (
     "draft.aux_layers", "draft.parallel",
 )
 """Keys that draft=mtp does not read."""
-UNREAD = ("model.adapter", "model.adapters", "model.chat_template", "model.think_tokens", "model.eye")
+UNREAD = ("model.adapter", "model.adapters", "model.chat_template", "model.think_tokens", "model.vision")
 """Keys of `model` that train does not read."""
 KEYS = {
     name: declared

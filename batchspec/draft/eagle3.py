@@ -45,11 +45,11 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         super().__init__(config, target, draft_vocab=draft_vocab)
         self.head = self.checkpoint = _open(config, target, draft_vocab)
-        if target.eye is not None and self.head.hidden_size != target.hidden_size:
+        if target.vision is not None and self.head.hidden_size != target.hidden_size:
             raise ConfigError(
                 f"draft.path={config.draft.path}: a head of hidden_size {self.head.hidden_size} reads no embeddings of images, "
                 f"which have the model's {target.hidden_size} numbers; choose another head, or leave the images out "
-                "(input.columns.images, model.eye)"
+                "(input.columns.images, model.vision)"
             )
 
     def of_rank(self, shard: Shard) -> Eagle3DrafterSpec:

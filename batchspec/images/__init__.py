@@ -1,8 +1,8 @@
 """Images of prompts on the host, without torch: what an encoded image is, and its pixels as the model's own processor makes them.
 
-  header.py  size and format of an encoded image, without decoding it
-  rule.py    preprocessor_config.json: the size to which an image is resized, its tokens, its digest
-  decode.py  an encoded image as RGB of that size
+  header.py     size and format of an encoded image, without decoding it
+  processor.py  preprocessor_config.json: the size to which an image is resized, its tokens, its digest
+  decode.py     an encoded image as RGB of that size
   prepared_images.py  pixels of rows that will enter their slots soon; decode_process.py: the processes that make them;
-             shared_blocks.py: the memory that they share
+                shared_blocks.py: the memory that they share
 """

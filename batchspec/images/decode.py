@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.images.header import BadImage, opened, pillow, read_header
-from batchspec.images.rule import Fit
+from batchspec.images.processor import Fit
 
 if TYPE_CHECKING:
     from PIL import Image

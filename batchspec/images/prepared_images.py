@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from batchspec.images.decode import Rgb
 from batchspec.images.header import BadImage
-from batchspec.images.rule import Fit
+from batchspec.images.processor import Fit
 from batchspec.images.shared_blocks import BLOCK, SharedBlocks, blocks_of
 from batchspec.process.limited_process import OUT_OF_MEMORY, CannotStart, Died, Killed, LimitedProcess
 from batchspec.process.machine import num_cpus

@@ -12,41 +12,41 @@ from batchspec.errors import ConfigError
 from batchspec.images.header import pillow
 from batchspec.model.quant.plain import Plain
 from batchspec.model.spec import ModelSpec
-from batchspec.model.vision.registry import load_eye
+from batchspec.model.vision.registry import load_vision
 from batchspec.model.weight_checks import check_tensors
 from batchspec.tasks.registry import task_of
 
 DRAFTERS = ("auto", "none", "lookup", "window", "mtp", "eagle3", "hybrid")
 KEYS = ("input.image_root", "input.min_pixels", "input.max_pixels")
-NO_EFFECT = "has no effect without input.columns.images or model.eye; remove the key"
+NO_EFFECT = "has no effect without input.columns.images or model.vision; remove the key"
 
 
 def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, ColumnMap]:
     """The configuration and columns of a job, which say whether its prompts may have images. Raises ConfigError for prompts that
     are no chats."""
     column = columns.get(IMAGES)
-    if column is None and not config.model.eye:
+    if column is None and not config.model.vision:
         refuse_given(config, KEYS, NO_EFFECT)
         if mapped := [name for name in ("min_pixels", "max_pixels") if columns.get(name) is not None]:
             raise ConfigError(f"input.columns.{mapped[0]}={columns.get(mapped[0])} {NO_EFFECT}")
         return config, columns
-    why = "model.eye=true" if column is None else f"input.columns.images={column}"
+    why = "model.vision=true" if column is None else f"input.columns.images={column}"
     if columns.prompt_kind == "prompt_ids" or (columns.prompt_kind == "prompt" and not config.input.chat):
         raise ConfigError(
             f"{why}: images are read in chats, and the prompts of this input are {columns.prompt_kind}; set input.chat=true, "
             "give messages, or remove the key"
         )
-    return replace(config, model=replace(config.model, eye=True)), replace(columns, has_images=True)
+    return replace(config, model=replace(config.model, vision=True)), replace(columns, has_images=True)
 
 
 def of_engine(config: RunConfig) -> RunConfig:
-    """The configuration of a warm engine: rows of its calls may have images if it names a column of them, or sets model.eye.
+    """The configuration of a warm engine: rows of its calls may have images if it names a column of them, or sets model.vision.
     Raises ConfigError for a key that has no effect without images."""
     if config.input.columns.get(IMAGES) is None:
-        if not config.model.eye:
+        if not config.model.vision:
             refuse_given(config, KEYS, NO_EFFECT)
         return config
-    return replace(config, model=replace(config.model, eye=True))
+    return replace(config, model=replace(config.model, vision=True))
 
 
 def of_call(config: RunConfig, columns: ColumnMap) -> ColumnMap:
@@ -54,13 +54,13 @@ def of_call(config: RunConfig, columns: ColumnMap) -> ColumnMap:
     images if prompts are not chats."""
     if columns.get(IMAGES) is not None:
         return with_images(config, columns)[1]
-    return replace(columns, has_images=config.model.eye)
+    return replace(columns, has_images=config.model.vision)
 
 
-def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelSpec:
-    """The spec with the eye of the model's files, if the job has images. Raises ConfigError for what is not supported with them,
-    and CheckpointError for a model without an eye."""
-    if not config.model.eye:
+def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelSpec:
+    """The spec with the vision encoder of the model's files, if the job has images. Raises ConfigError for what is not supported
+    with them, and CheckpointError for a model without one."""
+    if not config.model.vision:
         return spec
     pillow()
     refused = {
@@ -75,13 +75,13 @@ def with_eye(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelSpec
     }
     if found := [name for name, is_asked in refused.items() if is_asked]:
         raise ConfigError(
-            f"{found[0]} is not supported with images (input.columns.images, model.eye); leave it out, or the images"
+            f"{found[0]} is not supported with images (input.columns.images, model.vision); leave it out, or the images"
         )
-    eye = load_eye(files.folder)
+    vision = load_vision(files.folder)
     try:
-        eye = replace(eye, rule=eye.rule.within(config.input.min_pixels, config.input.max_pixels))
+        vision = replace(vision, processor=vision.processor.within(config.input.min_pixels, config.input.max_pixels))
     except ValueError as error:
         raise ConfigError(f"input.{error}; correct it, or leave it to the model") from None
     if config.model.load_format != "dummy":
-        check_tensors(files.where, eye, eye.own(files.where, stored_tensors(files)))
-    return replace(spec, eye=eye)
+        check_tensors(files.where, vision, vision.own(files.where, stored_tensors(files)))
+    return replace(spec, vision=vision)

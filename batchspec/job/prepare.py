@@ -31,7 +31,7 @@ from batchspec.data.runstate.manifest import default_shard_rows
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.job.images import with_eye, with_images
+from batchspec.job.images import with_images, with_vision
 from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import DTYPES, resolve_dtype
@@ -267,7 +267,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
         spec = judge_model(model, spec)
     spec = spec.quantised(config.model.quantize)
     device = choose_device(config.device if on_this_machine else "cpu")
-    spec = with_eye(config, spec, model)
+    spec = with_vision(config, spec, model)
     config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     if config.cache.dtype == "fp8":

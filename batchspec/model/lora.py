@@ -183,8 +183,8 @@ def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str
             f"embeddings, DoRA, biases and modules saved whole are not supported: {MERGE}"
         )
     own_names = dict.fromkeys(name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in stored)
-    if spec.eye is not None and (of_eye := spec.eye.own(where, own_names)):
-        raise CheckpointError(f"{where}: {listed(of_eye)}: adapters of what encodes images are not supported: {MERGE}")
+    if spec.vision is not None and (of_vision := spec.vision.own(where, own_names)):
+        raise CheckpointError(f"{where}: {listed(of_vision)}: adapters of what encodes images are not supported: {MERGE}")
     modules = of_text(f"{where}/{FILE}", {name: name for name in own_names})  # the text goes through no other module
     known = {prefix + part.name: part for prefix, block in spec.blocks() for part in projections(block)}
     known[_HEAD] = Projection(_HEAD, spec.vocab_size, spec.hidden_size)

@@ -31,7 +31,7 @@ from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
-from batchspec.model.vision.eye import EyeSpec
+from batchspec.model.vision.spec import VisionSpec
 
 MODEL_PREFIX = "model."
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -97,7 +97,7 @@ class ModelSpec(CheckpointPart):
     """The complete model if this is one rank's part of it; None: this is the complete model."""
     num_mtp_layers: int = 0
     """Number of layers that files may have after the last one; they are read only as `mtp`."""
-    eye: EyeSpec | None = None
+    vision: VisionSpec | None = None
     """The part that encodes images; None in a job without images, whatever the checkpoint has."""
     mtp: MtpSpec | None = None
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
@@ -308,8 +308,8 @@ class ModelSpec(CheckpointPart):
         """Bytes of all weights in memory, adapters included; norms and biases are too few to count."""
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
         table = 0 if self.layer_inputs is None else self.layer_inputs.table_size
-        eye = 0 if self.eye is None else self.eye.weight_bytes(dtype)
-        return self.block_bytes(dtype) + (rows * self.hidden_size + table) * dtype.itemsize + self.lora_bytes(dtype) + eye
+        vision = 0 if self.vision is None else self.vision.weight_bytes(dtype)
+        return self.block_bytes(dtype) + (rows * self.hidden_size + table) * dtype.itemsize + self.lora_bytes(dtype) + vision
 
     def lora_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the adapters that are not merged."""

@@ -28,7 +28,7 @@ from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import Named, rewrite
 from batchspec.model.spec import EMBEDDING, LABEL_SCORES, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
-from batchspec.model.vision.eye import EyeSpec
+from batchspec.model.vision.spec import VisionSpec
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
 
@@ -65,8 +65,8 @@ class Target:
         """The same for all heads of the model, on the CPU, as `KVScales.values`."""
         self.weight_sums: WeightSums | None = None
         """Of the files that the weights came from, where `load` was asked for them."""
-        self.eye: ImageEncoder | None = None
-        """What encodes images, if spec.eye: `load` sets it."""
+        self.image_encoder: ImageEncoder | None = None
+        """What encodes images, if spec.vision: `load` sets it."""
         self._has_experts, self._last_kept = spec.experts is not None, spec.last_kept
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
@@ -87,21 +87,22 @@ class Target:
         lora = None if adapters is None else adapters.load(spec, dtype=dtype, device=device)
         if dummy:
             target = cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks, lora)
-            target.eye = None if spec.eye is None else spec.eye.build(DummyWeights(spec.eye, dtype=dtype, device=device))
+            if spec.vision is not None:
+                target.image_encoder = spec.vision.build(DummyWeights(spec.vision, dtype=dtype, device=device))
             return target
         with Checkpoint(folder, spec, dtype=dtype, device=device, summed=summed) as weights:
             target = cls(spec, adapted(weights, adapter, spec), device, ranks, lora)
             if summed:
                 target.weight_sums = weights.sums()
-            if spec.eye is not None:
-                target._open_eye(folder, spec.eye, summed=summed)
+            if spec.vision is not None:
+                target._open_vision(folder, spec.vision, summed=summed)
             weights.check_unchanged()
             return target
 
-    def _open_eye(self, folder: Path, spec: EyeSpec, *, summed: bool) -> None:
-        """Load the eye. summed: add its sums to `weight_sums`."""
+    def _open_vision(self, folder: Path, spec: VisionSpec, *, summed: bool) -> None:
+        """Load the vision encoder. summed: add its sums to `weight_sums`."""
         with Checkpoint(folder, spec, dtype=self.dtype, device=self.device, summed=summed) as weights:
-            self.eye = spec.build(weights)
+            self.image_encoder = spec.build(weights)
             if summed and self.weight_sums is not None:
                 own = {f"visual.{name}": text for name, text in weights.sums().tensors.items()}
                 self.weight_sums = replace(self.weight_sums, tensors={**self.weight_sums.tensors, **own})

@@ -19,7 +19,8 @@ bad_schema     a schema, regex or grammar is not valid, or holds what is not sup
 unsupported_schema  a schema that decode.schema_unsupported=check would accept
 impossible     no text satisfies the schema, the regex or the grammar
 large_schema   following the schema, regex or grammar takes more time, memory or states than allowed
-missing_image, bad_image, large_image, image_count, no_eye  see packing/prompt_images.py; no_eye: images in a job without them
+missing_image, bad_image, large_image, image_count  see packing/prompt_images.py
+no_vision      the row has images, and the model's vision encoder is not loaded
 template_error the chat template refuses the messages (order of roles, missing variables), or input.prompt or input.system the row
 too_long       prompt + max_new_tokens exceed model.max_len
 
@@ -133,8 +134,9 @@ class Admission:
         self.encoder = PromptEncoder(
             self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len,
             cuts_end=self._rows_of_task.cuts_end,
-            images=None if spec.eye is None else PromptImages(
-                spec.eye.rule, columns.get(IMAGES) is not None, ImageFiles.of(root) if (root := config.input.image_root) else None
+            images=None if spec.vision is None else PromptImages(
+                spec.vision.processor, columns.get(IMAGES) is not None,
+                ImageFiles.of(root) if (root := config.input.image_root) else None,
             ),
         )
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}

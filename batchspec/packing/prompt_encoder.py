@@ -62,8 +62,8 @@ class PromptEncoder:
             return Prompt(self._of_parts(prompt, max_prompt_tokens))
         images: list[bytes] = []
         if self.images is None and row.get(IMAGES) is not None:
-            said = "the row has images, and the model's vision encoder is not loaded; set model.eye=true, or drop the row"
-            raise BadRow("no_eye", said)
+            said = "the row has images, and the model's vision encoder is not loaded; set model.vision=true, or drop the row"
+            raise BadRow("no_vision", said)
         ids = self._ids(prompt, row, max_prompt_tokens, images)
         found = Prompt(ids) if self.images is None else self.images.expanded(ids, images, row)
         if len(found.ids) <= max_prompt_tokens:

@@ -21,7 +21,7 @@ from batchspec.data.dataset.image_files import ImageFiles
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
-from batchspec.images.rule import ImageRule
+from batchspec.images.processor import ImageProcessor
 from batchspec.packing.cells import number_option
 from batchspec.records import Ids, ImagePiece
 
@@ -38,25 +38,25 @@ class Prompt:
 
 @dataclass(slots=True)
 class PromptImages:
-    """Reads images by the rule of a model."""
+    """Reads images by the processor of a model."""
 
-    rule: ImageRule
+    processor: ImageProcessor
     from_column: bool
     """Whether rows have a column of images, which their chats mark."""
     files: ImageFiles | None
     """The images that are named by a path; None: none is."""
 
-    def rule_of(self, row: Mapping[str, Any]) -> ImageRule:
-        """The rule with the row's own limits on pixels. Raises BadRow for limits that no size is within, and for more pixels than
+    def processor_of(self, row: Mapping[str, Any]) -> ImageProcessor:
+        """The processor with the row's own limits on pixels. Raises BadRow for limits that no size fits, and for more pixels than
         the job's limit, for which memory was planned."""
         least, most = (number_option(name, row) for name in ("min_pixels", "max_pixels"))
         if least is None and most is None:
-            return self.rule
-        if most is not None and most > self.rule.max_pixels:
-            said = f"max_pixels={int(most)} exceeds the job's limit of {self.rule.max_pixels}; lower it or raise input.max_pixels"
-            raise BadRow("bad_parameter", said)
+            return self.processor
+        if most is not None and most > self.processor.max_pixels:
+            limit = f"the job's limit of {self.processor.max_pixels}"
+            raise BadRow("bad_parameter", f"max_pixels={int(most)} exceeds {limit}; lower it or raise input.max_pixels")
         try:
-            return self.rule.within(None if least is None else int(least), None if most is None else int(most))
+            return self.processor.within(None if least is None else int(least), None if most is None else int(most))
         except ValueError as error:
             raise BadRow("bad_parameter", f"{error}; correct it or leave it null") from None
 
@@ -112,34 +112,34 @@ class PromptImages:
 
     def expanded(self, ids: Ids, images: Sequence[bytes], row: Mapping[str, Any]) -> Prompt:
         """The prompt in which each placeholder is as many tokens as its image takes, by the limits on pixels of this row."""
-        places = np.flatnonzero(ids == self.rule.placeholder)
+        places = np.flatnonzero(ids == self.processor.placeholder)
         if len(places) != len(images):
             raise BadRow(
                 "image_count",
-                f"the prompt has {len(places)} placeholders (token {self.rule.placeholder}) for {len(images)} images; a text "
-                "must not hold the placeholder, and the chat template must write one for each image; correct the row",
+                f"the prompt has {len(places)} placeholders (token {self.processor.placeholder}) for {len(images)} images; a "
+                "text must not hold the placeholder, and the chat template must write one for each image; correct the row",
             )
-        pieces, rule = list[ImagePiece](), self.rule_of(row)
+        pieces, processor = list[ImagePiece](), self.processor_of(row)
         lengths = np.ones(len(ids), np.int64)
         begin = shift = 0
         for number, (place, data) in enumerate(zip(places.tolist(), images, strict=True), 1):
             begin = place + shift
-            pieces.append(_piece(rule, data, begin, number))
+            pieces.append(_piece(processor, data, begin, number))
             lengths[place] = pieces[-1].length
             shift += pieces[-1].length - 1
         return Prompt(np.repeat(ids, lengths), tuple(pieces))
 
 
-def _piece(rule: ImageRule, data: bytes, begin: int, number: int) -> ImagePiece:
+def _piece(processor: ImageProcessor, data: bytes, begin: int, number: int) -> ImagePiece:
     try:
         header = read_header(data)
-        fit = rule.fit(header.height, header.width)
+        fit = processor.fit(header.height, header.width)
     except BadImage as error:
         raise BadRow(error.code, f"image {number}: {error}") from None
-    rows, cols = rule.grid(fit)
+    rows, cols = processor.grid(fit)
     return ImagePiece(
         begin=begin, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
-        encoded_pixels=header.height * header.width, digest=rule.digest(data, fit), source=data,
+        encoded_pixels=header.height * header.width, digest=processor.digest(data, fit), source=data,
     )
 
 

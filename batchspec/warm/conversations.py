@@ -98,8 +98,8 @@ class Conversations:
             raise ConfigError(
                 f"conversations need chats, and the rows have {self._kind}; give messages, or prompt with input.chat=true"
             )
-        if self._job.spec.eye is not None:
-            raise ConfigError("conversations are not supported with images (input.columns.images, model.eye); use generate")
+        if self._job.spec.vision is not None:
+            raise ConfigError("conversations are not supported with images (input.columns.images, model.vision); use generate")
         self._job.admission.expect_constraints(call.constraints)  # a turn may bring a constraint, even if no row has one
         self._open: dict[tuple[int, int], _Conversation] = {}
         self._ready: deque[Request] = deque()

@@ -203,7 +203,7 @@ class Engine:
         K/V of earlier calls are dropped; the drafter is not changed. Memory for one more layer is needed meanwhile.
         Raises CheckpointError for other names, shapes or configurations, before anything is changed.
         """
-        if self._model.spec.eye is not None:
+        if self._model.spec.vision is not None:
             raise ConfigError("load_weights replaces the language model alone, and this one reads images; make a new engine")
         with self._exclusive(loads=True) as loaded, ExitStack() as stack:
             engine, self._other = loaded.engine, None  # K/V of the other task are of the old weights too

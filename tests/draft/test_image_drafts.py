@@ -30,7 +30,7 @@ from batchspec.engine.prefill.passes import flat_batch
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import Segment
 from batchspec.images.decode import decode
-from batchspec.images.rule import Fit
+from batchspec.images.processor import Fit
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
 from tests.helpers import eagle_reference, mtp_definition
@@ -103,9 +103,9 @@ def hidden_states(target: Target, one: Request, output: Sequence[int], taps: tup
 
 def image_rows(target: Target, one: Request) -> Tensor:
     """[tokens of images, H] what they read in place of embeddings."""
-    assert target.eye is not None
+    assert target.image_encoder is not None
     pixels = [decode(piece.source, Fit(piece.height, piece.width)) for piece in one.images]
-    return torch.cat([rows[:, 0] for rows in target.eye.encode(pixels)]) if pixels else target.embedding[:0]
+    return torch.cat([rows[:, 0] for rows in target.image_encoder.encode(pixels)]) if pixels else target.embedding[:0]
 
 
 def with_own_ids(one: Request, prefix: Sequence[int], first: int) -> list[int]:
@@ -157,8 +157,8 @@ class Reference:
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        assert self.target.eye is not None
-        return self.target.eye.sections
+        assert self.target.image_encoder is not None
+        return self.target.image_encoder.sections
 
     def states(self, one: Request, prefix: Sequence[int], taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Of all tokens of a beginning but the last."""

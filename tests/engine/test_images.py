@@ -206,14 +206,14 @@ def test_rows_that_differ_in_an_image_alone_share_no_page_of_it_and_samples_shar
 
 def test_an_image_is_encoded_once_for_all_rows_that_have_it(models: Path) -> None:
     target, calls = image_target(models / "qwen3_vl"), list[int]()
-    assert target.eye is not None
-    encode = target.eye.encode
+    assert target.image_encoder is not None
+    encode = target.image_encoder.encode
 
     def counted(images: Sequence[Any]) -> list[torch.Tensor]:
         calls.append(len(images))
         return encode(images)
 
-    target.eye.encode = counted  # type: ignore[method-assign]
+    target.image_encoder.encode = counted  # type: ignore[method-assign]
     requests = [image_request(i, target.spec, (2 + i, C, 3), cap=4) for i in range(5)]
     tokens(list(image_engine(target, NoDrafter(), BATCH, kept_images=200).run(requests)))
     assert calls == [1]

@@ -29,14 +29,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def encoded(target: Target) -> list[torch.Tensor]:
-    assert target.spec.eye is not None
-    assert target.eye is not None
+    assert target.spec.vision is not None
+    assert target.image_encoder is not None
     images = []
     for seed, size in enumerate(SIZES):
         data = picture(*size, seed)
         header = read_header(data)
-        images.append(decode(data, target.spec.eye.rule.fit(header.height, header.width)))
-    return [own.float().cpu() for own in target.eye.encode(images)]
+        images.append(decode(data, target.spec.vision.processor.fit(header.height, header.width)))
+    return [own.float().cpu() for own in target.image_encoder.encode(images)]
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])

@@ -16,7 +16,7 @@ from batchspec.draft.base import Drafter
 from batchspec.images.header import read_header
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
-from batchspec.model.vision.registry import load_eye
+from batchspec.model.vision.registry import load_vision
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import ImagePiece, Request
 from tests.helpers.engines import request
@@ -106,27 +106,27 @@ def picture(height: int, width: int, seed: int = 0, *, format: str = "PNG") -> b
 
 
 def image_target(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
-    """The model of a folder with its eye."""
-    spec = replace(load_spec(folder), eye=load_eye(folder))
+    """The model of a folder with its vision encoder."""
+    spec = replace(load_spec(folder), vision=load_vision(folder))
     return Target.load(folder, spec, dtype=dtype, device=torch.device(device))
 
 
 def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, cap: int, seed: int = 0, **more: Any) -> Request:
     """A request of these parts: numbers are lengths of random texts, bytes are encoded pictures."""
-    assert spec.eye is not None
-    rule, rng = spec.eye.rule, np.random.default_rng(seed)
+    assert spec.vision is not None
+    processor, rng = spec.vision.processor, np.random.default_rng(seed)
     ids, pieces = list[int](), list[ImagePiece]()
     for part in parts:
         if isinstance(part, int):
             ids += rng.integers(3, 299, part).tolist()
             continue
         header = read_header(part)
-        fit = rule.fit(header.height, header.width)
-        rows, cols = rule.grid(fit)
+        fit = processor.fit(header.height, header.width)
+        rows, cols = processor.grid(fit)
         pieces.append(
             ImagePiece(
                 begin=len(ids), length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
-                encoded_pixels=header.height * header.width, digest=rule.digest(part, fit), source=part,
+                encoded_pixels=header.height * header.width, digest=processor.digest(part, fit), source=part,
             )
         )
         ids += [PAD] * (rows * cols)
@@ -140,7 +140,8 @@ def image_engine(
     from batchspec.engine.loop.engine import Engine
     from batchspec.job.load.build import prepared_images
 
-    features = RowFeatures(eye=target.eye, kept_images=kept_images, prepared=prepared_images(target.spec, batch.max_len), **more)
+    prepared = prepared_images(target.spec, batch.max_len)
+    features = RowFeatures(image_encoder=target.image_encoder, kept_images=kept_images, prepared=prepared, **more)
     batch = replace(batch, num_verified=max(batch.num_verified, drafter.shape.num_verified))
     return Engine(target, drafter, batch, device=target.device, features=features, options=options)
 

@@ -18,12 +18,12 @@ from transformers import Qwen2VLImageProcessorPil
 
 from batchspec.images.decode import decode
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
-from batchspec.images.rule import Fit
+from batchspec.images.processor import Fit
 from batchspec.model.vision.blocks import merge_order
 from tests.helpers.image_models import PREPROCESSOR, picture
-from tests.images.test_rule import rule
+from tests.images.test_processor import processor
 
-OWN = rule(4)
+OWN = processor(4)
 THEIRS = Qwen2VLImageProcessorPil(**{key: value for key, value in PREPROCESSOR.items() if key != "image_processor_type"})
 FORMATS = {
     "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"), "JPEG": ("L", "RGB", "CMYK"), "WEBP": ("RGB", "RGBA"), "GIF": ("L", "P", "RGBA"),

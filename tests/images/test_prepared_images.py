@@ -22,7 +22,7 @@ from batchspec.images import prepared_images
 from batchspec.images.decode import Rgb, decode
 from batchspec.images.header import BadImage
 from batchspec.images.prepared_images import PreparedImages, num_processes
-from batchspec.images.rule import Fit
+from batchspec.images.processor import Fit
 from batchspec.images.shared_blocks import BLOCK, SharedBlocks, blocks_of
 from batchspec.process.limited_process import CannotStart
 from batchspec.records import ImagePiece

@@ -31,7 +31,7 @@ from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.job.runner.shard_work import ShardWork
 from batchspec.model.spec import load_spec
-from batchspec.model.vision.registry import load_eye
+from batchspec.model.vision.registry import load_vision
 from batchspec.packing.image_cost import PREPARE_S
 from batchspec.packing.prompt_images import PromptImages
 from batchspec.records import Completion, Request, RowError
@@ -140,7 +140,8 @@ def test_every_form_of_an_image_gives_the_same_tokens(vl: Path, tmp_path: Path) 
         user([{"type": "image_url", "image_url": {"url": url(A)}}, *text]), user([{"type": "image", "image": url(A)}, *text]),
     ]
     (tmp_path / "json").mkdir()
-    answers += done(vl, tmp_path / "json", [{"messages": json.dumps(one)} for one in inline], cap, "model.eye=true", "decode.n=1")
+    as_json = [{"messages": json.dumps(one)} for one in inline]
+    answers += done(vl, tmp_path / "json", as_json, cap, "model.vision=true", "decode.n=1")
     (tmp_path / "plain").mkdir()
     keys = ("input.columns={images:pic}", "input.chat=true")
     rows: Rows = [{"prompt": "What is this?", "pic": A}, {"prompt": "What is this?", "pic": None}]
@@ -206,7 +207,7 @@ def test_each_bad_image_costs_its_row_alone_and_says_why(overlong: str, vl: Path
 
 
 def test_an_image_of_another_type_is_refused(vl: Path) -> None:
-    read = PromptImages(load_eye(vl).rule, from_column=False, files=None)
+    read = PromptImages(load_vision(vl).processor, from_column=False, files=None)
     with pytest.raises(BadRow, match=r"^image 2 must be bytes, \{bytes, path\}, a path or a data URL; correct it$"):
         read.placed(user("hi"), [A, 3], None, adds=False)
 
@@ -323,7 +324,7 @@ def test_limits_on_pixels_of_the_job_and_of_a_row_change_tokens_as_the_processor
         assert row["prompt_ids"].count(PAD) <= most // 64
         assert row["token_ids"] == generated(reference, copy, row["prompt_ids"], [C], 9)
     prints = [
-        job_fingerprint(open_job(compose(words(vl, tmp_path, "input.columns={images:images}", *more))))["model.eye"]
+        job_fingerprint(open_job(compose(words(vl, tmp_path, "input.columns={images:images}", *more))))["model.vision"]
         for more in ([], ["input.max_pixels=640"], ["input.min_pixels=100"], ["input.max_pixels=4096"])
     ]
     assert [one == prints[0] for one in prints] == [True, False, False, True]
@@ -333,19 +334,19 @@ def test_an_image_processor_in_processor_config_has_precedence(vl: Path, tmp_pat
     model = shutil.copytree(vl, tmp_path / "model")
     nested = PREPROCESSOR | {"size": {"shortest_edge": 64, "longest_edge": 512}}
     (model / "processor_config.json").write_text(json.dumps({"image_processor": nested, "processor_class": "Qwen3VLProcessor"}))
-    assert load_eye(model).rule.max_pixels == 512
+    assert load_vision(model).processor.max_pixels == 512
     assert Qwen2VLImageProcessorPil.from_pretrained(model).size["longest_edge"] == 512
     (model / "preprocessor_config.json").unlink()
-    assert load_eye(model).rule.max_pixels == 512
+    assert load_vision(model).processor.max_pixels == 512
     (model / "processor_config.json").write_text(json.dumps({"image_processor": nested | {"do_pad": True}}))
     with pytest.raises(CheckpointError, match=r"processor_config.json: image_processor: do_pad=true"):
-        load_eye(model)
+        load_vision(model)
     (model / "processor_config.json").write_text(json.dumps({"image_processor": 3}))
     with pytest.raises(CheckpointError, match="image_processor is not an object"):
-        load_eye(model)
+        load_vision(model)
     (model / "processor_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no preprocessor_config\.json"):
-        load_eye(model)
+        load_vision(model)
 
 
 @pytest.mark.second
@@ -370,10 +371,10 @@ def test_tokens_that_were_saved_for_another_image_end_the_run(
     assert "has other images now than when its tokens were saved" in capfd.readouterr().err
 
 
-def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_no_chats_and_models_without_a_vision_encoder_are_refused(vl: Path, tmp_path: Path) -> None:
     plain = {"prompt": "a", "images": A}
     assert "images are read in chats" in refused(vl, tmp_path, "input.columns={images:images}", row=plain)
-    assert "images are read in chats" in refused(vl, tmp_path, "model.eye=true", row={"prompt_ids": [1, 2]})
+    assert "images are read in chats" in refused(vl, tmp_path, "model.vision=true", row={"prompt_ids": [1, 2]})
     assert "no such folder" in refused(vl, tmp_path, "input.columns={images:images}", f"input.image_root={tmp_path}/none")
     assert "input.max_pixels=9 has no effect without" in refused(vl, tmp_path, "input.max_pixels=9", row={"prompt": "a"})
     columns = "input.columns={max_pixels:most}"
@@ -387,24 +388,24 @@ def test_prompts_that_are_no_chats_and_models_without_an_eye_are_refused(vl: Pat
     assert "allowed: bytes, struct<bytes, path>" in said
 
 
-def test_without_an_eye_rows_are_what_they_were(vl: Path, tmp_path: Path) -> None:
-    """A column `images` that is not named is copied, and a part that is an image is an error of its row: no_eye."""
+def test_without_a_vision_encoder_rows_are_what_they_were(vl: Path, tmp_path: Path) -> None:
+    """A column `images` that is not named is copied, and a part that is an image is an error of its row: no_vision."""
     pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "in.parquet")
     job = open_job(compose(words(vl, tmp_path)))
-    assert job.spec.eye is None
+    assert job.spec.vision is None
     assert not job.columns.has_images
-    assert "model.eye" not in job_fingerprint(job)
+    assert "model.vision" not in job_fingerprint(job)
     assert "images" in job.admission.schema_of(job.source.schema, job.columns, job.config.output).names
     own = open_job(compose(words(vl, tmp_path, "input.columns={images:images}")))
-    assert "model.eye" in job_fingerprint(own)
+    assert "model.vision" in job_fingerprint(own)
     parts = [{"type": "image_url", "image_url": {"url": url(A)}}, {"type": "text", "text": "Go"}]
     pq.write_table(pa.Table.from_pylist([{"messages": json.dumps(user(parts))}]), tmp_path / "in.parquet")
     job = open_job(compose(words(vl, tmp_path)))
     (refused,) = job.admission.admit(next(job.source.shards(job.layout, set())))
     assert isinstance(refused, Completion)
     assert refused.error is not None
-    assert refused.error.code == "no_eye"
-    assert "'image_url', and the model's vision encoder is not loaded; set model.eye=true" in refused.error.message
+    assert refused.error.code == "no_vision"
+    assert "'image_url', and the model's vision encoder is not loaded; set model.vision=true" in refused.error.message
 
 
 @pytest.mark.second
@@ -454,7 +455,7 @@ def test_verify_says_how_far_a_false_token_of_a_row_with_images_is_from_the_righ
 
 
 @pytest.mark.second
-def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_eye_are_refused(vl: Path, tmp_path: Path) -> None:
+def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_encoder_are_refused(vl: Path, tmp_path: Path) -> None:
     """Merged, as in the weights of transformers' model, and for the rows that name it."""
     own = make_adapter(tmp_path / "own", vl, ["q_proj", "down_proj"])
     reference, delta = theirs(vl), products(own, dict.fromkeys(("q_proj", "down_proj"), 2.0))
@@ -472,10 +473,10 @@ def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_eye_
         assert row["token_ids"] == generated(reference, vl, row["prompt_ids"], [image], 16)
     assert [row["token_ids"] for row in named] == [merged[0]["token_ids"], base[1]["token_ids"]]
     assert merged[0]["token_ids"] != base[0]["token_ids"]
-    of_eye = make_adapter(tmp_path / "eye", vl, ["q_proj", "linear_fc1"])
-    said = refused(vl, tmp_path, "input.columns={images:images}", f"model.adapter={of_eye}")
+    of_vision = make_adapter(tmp_path / "vision", vl, ["q_proj", "linear_fc1"])
+    said = refused(vl, tmp_path, "input.columns={images:images}", f"model.adapter={of_vision}")
     assert "adapters of what encodes images are not supported: merge" in said
-    assert open_job(compose(words(vl, tmp_path, f"model.adapter={of_eye}"))).spec.eye is None
+    assert open_job(compose(words(vl, tmp_path, f"model.adapter={of_vision}"))).spec.vision is None
 
 
 @pytest.mark.parametrize(("more", "kept"), [((), False), (("output.passthrough=[images]",), True)])
@@ -515,7 +516,7 @@ def test_images_may_be_objects_of_a_store(workers: int, vl: Path, tmp_path: Path
         root = f"s3://{BUCKET}/pictures"
         names = ["deep/a.png", f"{root}/deep/a.png", "deep/../deep/a.png", "b.png", "../secret.png", "https://x.org/a.png", A]
         rows = [{"messages": json.dumps(user([{"type": "image", "image": url(A) if name is A else name}]))} for name in names]
-        keys = ("model.eye=true", f"input.image_root={root}", "decode.max_new_tokens=6", f"input.num_workers={workers}")
+        keys = ("model.vision=true", f"input.image_root={root}", "decode.max_new_tokens=6", f"input.num_workers={workers}")
         found = done(vl, tmp_path, rows, *keys)
         said = refused(vl, tmp_path, "input.columns={images:images}", f"input.image_root=s3://{BUCKET}/nothing")
     codes = [(row["error"]["code"], row["error"]["retryable"]) if row["error"] else None for row in found]
@@ -530,14 +531,14 @@ def test_images_may_be_objects_of_a_store(workers: int, vl: Path, tmp_path: Path
 @pytest.mark.second
 def test_batch_requests_of_openai_may_hold_images(vl: Path, tmp_path: Path) -> None:
     chat = user([{"type": "image_url", "image_url": {"url": url(A)}}, {"type": "text", "text": "What is this?"}])
-    (expected,) = done(vl, tmp_path, [{"messages": json.dumps(chat)}], "model.eye=true", "decode.max_new_tokens=12")
+    (expected,) = done(vl, tmp_path, [{"messages": json.dumps(chat)}], "model.vision=true", "decode.max_new_tokens=12")
     small = user([{"type": "image_url", "image_url": {"url": url(A), "detail": "low"}}])
     lines = [
         {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": messages, "max_tokens": 12}}
         for name, messages in (("a", chat), ("b", small), ("c", user("none")))
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    for more, code in ((["model.eye=true"], ""), ([], "no_eye")):
+    for more, code in ((["model.vision=true"], ""), ([], "no_vision")):
         keys = [*words(vl, tmp_path, *more, "output.overwrite=true"), f"input.path={tmp_path}/in.jsonl"]
         assert run.main([word for word in keys if not word.endswith("/in.parquet")]) == 0
         found = written(tmp_path)
@@ -619,10 +620,10 @@ def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> 
 
 
 @pytest.mark.second
-def test_chats_with_data_urls_need_model_eye_in_a_warm_engine(vl: Path) -> None:
+def test_chats_with_data_urls_need_model_vision_in_a_warm_engine(vl: Path) -> None:
     keys = [f"model.path={vl}", "model.dtype=float32", "decode.max_new_tokens=8"]
     rows = [{"messages": json.dumps(user([{"type": "image_url", "image_url": {"url": url(A)}}]))}]
-    for more, code in (([], "no_eye"), (["model.eye=true"], None)):
+    for more, code in (([], "no_vision"), (["model.vision=true"], None)):
         with batchspec.Engine(overrides=[*keys, *more]) as engine:
             (row,) = engine.generate(rows).to_dicts()
         assert (row["error"] and row["error"]["code"]) == code

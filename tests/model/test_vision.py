@@ -1,4 +1,4 @@
-"""Eyes against transformers: what an image is encoded to, positions of rows with images, and keys that are refused."""
+"""Vision encoders against transformers: what an image is encoded to, positions of rows with images, and keys that are refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from batchspec.images.decode import decode
 from batchspec.images.header import read_header
 from batchspec.model.vision import qwen3_vl
 from batchspec.model.vision.blocks import grid_positions, merge_order
-from batchspec.model.vision.eye import EyeSpec
-from batchspec.model.vision.registry import load_eye
+from batchspec.model.vision.registry import load_vision
+from batchspec.model.vision.spec import VisionSpec
 from batchspec.model.weights import Checkpoint
 from batchspec.records import ImagePiece
 from tests.helpers.image_models import inputs_of, make_image_model, picture, theirs
@@ -41,54 +41,54 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_image_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
-def built(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[EyeSpec, Any]:
-    spec = load_eye(folder)
+def built(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[VisionSpec, Any]:
+    spec = load_vision(folder)
     with Checkpoint(folder, spec, dtype=dtype, device=CPU) as weights:
         return spec, spec.build(weights)
 
 
-def pixels(spec: EyeSpec, data: bytes) -> np.ndarray[Any, Any]:
+def pixels(spec: VisionSpec, data: bytes) -> np.ndarray[Any, Any]:
     header = read_header(data)
-    return decode(data, spec.rule.fit(header.height, header.width))
+    return decode(data, spec.processor.fit(header.height, header.width))
 
 
 @pytest.mark.parametrize("most", [qwen3_vl.MOST_PATCHES, 100])
 def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone or with others; the deepstack of Qwen3-VL too."""
     monkeypatch.setattr(qwen3_vl, "MOST_PATCHES", most)
-    spec, eye = built(folder)
+    spec, encoder = built(folder)
     images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
     model, processor = theirs(folder), cast(Any, Qwen2VLImageProcessorPil.from_pretrained(folder))
     inputs = processor([Image.open(io.BytesIO(one)) for one in images], return_tensors="pt")
     with torch.no_grad():
         encoded = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
     expected = torch.stack([encoded.pooler_output, *(getattr(encoded, "deepstack_features", None) or [])], 1)
-    found = eye.encode([pixels(spec, one) for one in images])
+    found = encoder.encode([pixels(spec, one) for one in images])
     assert [len(own) for own in found] == [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
     assert expected.shape[1] == (3 if folder.name == "qwen3_vl" else 1)
     assert [own.untyped_storage().nbytes() for own in found] == [own.nbytes for own in found], "dropping one frees its memory"
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(eye.encode([pixels(spec, images[0])])[0], found[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(encoder.encode([pixels(spec, images[0])])[0], found[0], atol=1e-5, rtol=0)
 
 
-def test_the_operations_of_an_eye_are_those_that_torch_counts(folder: Path) -> None:
+def test_the_operations_of_a_vision_encoder_are_those_that_torch_counts(folder: Path) -> None:
     """In transformers' encoder, whose attention is two products."""
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs = inputs_of(folder, [], [picture(60, 100)])
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         theirs(folder).model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
-    assert load_eye(folder).flop(len(inputs["pixel_values"])) == counter.get_total_flops()
+    assert load_vision(folder).flop(len(inputs["pixel_values"])) == counter.get_total_flops()
 
 
-def test_the_tensors_of_an_eye_are_those_that_transformers_saves(folder: Path) -> None:
+def test_the_tensors_of_a_vision_encoder_are_those_that_transformers_saves(folder: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(folder / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if name.startswith("model.visual.")]  # noqa: SIM118
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    assert {f"model.visual.{tensor.name}": tensor.shape for tensor in load_eye(folder).tensors()} == stored
-    assert load_eye(folder).weight_bytes(torch.float32) == sum(4 * int(np.prod(shape)) for shape in stored.values())
+    assert {f"model.visual.{tensor.name}": tensor.shape for tensor in load_vision(folder).tensors()} == stored
+    assert load_vision(folder).weight_bytes(torch.float32) == sum(4 * int(np.prod(shape)) for shape in stored.values())
 
 
 class _Live(TorchDispatchMode):
@@ -164,11 +164,11 @@ def test_positions_are_those_of_transformers_wherever_a_prompt_is_cut(layout: li
         ("vision_config", {"window_size": 112}, "window_size=112 is unknown"),
         ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the hidden_size"),
         ("vision_config", {"num_position_embeddings": 26}, "a square"), ("vision_config", {"depth": 0}, "depth"),
-        ("vision_config", {"deepstack_visual_indexes": [9]}, "different layers of the eye"),
+        ("vision_config", {"deepstack_visual_indexes": [9]}, "different layers of the vision encoder"),
         ("", {"image_token_id": 9999}, "image_token_id=9999 is outside"), ("", {"model_type": "gemma3"}, "no vision encoder"),
     ],
 )  # fmt: skip
-def test_a_key_that_changes_what_an_eye_computes_is_refused(
+def test_a_key_that_changes_what_a_vision_encoder_computes_is_refused(
     part: str, keys: Any, said: str, folder: Path, tmp_path: Path
 ) -> None:
     config = json.loads((folder / "config.json").read_text())
@@ -176,11 +176,11 @@ def test_a_key_that_changes_what_an_eye_computes_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "preprocessor_config.json").write_text((folder / "preprocessor_config.json").read_text())
     with pytest.raises(CheckpointError, match=said) as caught:
-        load_eye(tmp_path)
+        load_vision(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_preprocessor_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"no preprocessor_config\.json"):
-        load_eye(tmp_path)
+        load_vision(tmp_path)

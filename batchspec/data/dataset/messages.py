@@ -57,10 +57,10 @@ class BadChat(OneLine, ValueError):
     code = "bad_messages"
 
 
-class NoEye(BadChat):
+class NoVision(BadChat):
     """The chat has an image, and nothing reads images."""
 
-    code = "no_eye"
+    code = "no_vision"
 
 
 def read_chat(
@@ -74,7 +74,7 @@ def read_chat(
     final   error: refuse a chat that ends with the assistant's turn; drop: leave that turn out; continue, or COMPLETE:
             keep it
     images  what the parts of images give is appended, in their order: bytes, text, a struct, or `FromColumn`; each part is then
-            IMAGE_PART. None: nothing reads images (NoEye)
+            IMAGE_PART. None: nothing reads images (NoVision)
     """
     turns = [_turn(place, message, images) for place, message in enumerate(prompt)]
     begins = turns[0]["role"] if turns else ""
@@ -194,7 +194,7 @@ def _image(place: int, part: Any, role: str, images: list[Any] | None) -> Any:
     if role not in ("user", "tool"):
         raise BadChat(f"{where} with role {role[:40]!r}, and images are read of the roles user and tool alone; drop the row")
     if images is None:
-        raise NoEye(f"{where}, and the model's vision encoder is not loaded; set model.eye=true, or drop the row")
+        raise NoVision(f"{where}, and the model's vision encoder is not loaded; set model.vision=true, or drop the row")
     found = part.get(kind)
     _refuse_other(where, part, ("type", kind))
     if kind == "image":

@@ -54,8 +54,8 @@ class RowFeatures(Features):
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
     expanding  set if rows may have lazy constraints
     call_parser  finds the tool calls in answers; None: calls stay text
-    eye        encodes images: set if rows may have some; kept_images: embeddings of them that stay on the device; prepared: where
-               their pixels come from
+    image_encoder  encodes images: set if rows may have some; kept_images: embeddings of them that stay on the device;
+               prepared: where their pixels come from
     """
 
     decode: Decode | None = None
@@ -65,7 +65,7 @@ class RowFeatures(Features):
     capacity: AutomataCapacity | None = None
     expanding: Expanding | None = None
     call_parser: CallParser | None = None
-    eye: ImageEncoder | None = None
+    image_encoder: ImageEncoder | None = None
     kept_images: int = 0
     prepared: PreparedImages | None = None
     lazy: LazyConstraints | None = field(default=None, init=False)
@@ -73,7 +73,7 @@ class RowFeatures(Features):
 
     def __post_init__(self) -> None:
         assert self.expanding is None or self.symbols is not None, "lazy automata need a vocabulary"
-        assert (self.eye is None) == (self.prepared is None), "an encoder of images needs pixels"
+        assert (self.image_encoder is None) == (self.prepared is None), "an encoder of images needs pixels"
         if self.symbols is not None and self.capacity is None:
             self.capacity = AutomataCapacity(num_tokens=self.symbols.num_tokens)
         self._places = None if self.capacity is None else LazyPlaces(self.capacity)
@@ -85,8 +85,8 @@ class RowFeatures(Features):
     def allocate(self, rows: DeviceBatch) -> None:
         if self.symbols is not None and self.capacity is not None:
             rows.automata = Automata(self.symbols, self.capacity, rows.live.device)
-        if self.eye is not None:
-            rows.images = ImagesOnDevice(self.eye, rows.live.device, most_rows=self.kept_images)
+        if self.image_encoder is not None:
+            rows.images = ImagesOnDevice(self.image_encoder, rows.live.device, most_rows=self.kept_images)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)

@@ -214,14 +214,14 @@ def build_engine(
             symbols=vocabulary,
             expanding=expanding,
             call_parser=call_parser,
-            eye=target.eye,
+            image_encoder=target.image_encoder,
             kept_images=kept_images(batch.prefill_tokens, batch.max_len),
             prepared=prepared_images(target.spec, batch.max_len, workers),
         ),
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
         adaptive=adaptive,
-        prefill_graphs=ablation.prefill_graphs and target.eye is None,  # what images bring to a pass has no fixed shape
+        prefill_graphs=ablation.prefill_graphs and target.image_encoder is None,  # what images bring to a pass has no fixed shape
         expert_correlation=config.packing.expert_correlation,
         lead=lead,
     )
@@ -229,9 +229,9 @@ def build_engine(
 
 def prepared_images(spec: ModelSpec, max_len: int, workers: int = 1) -> PreparedImages | None:
     """Makes the pixels of rows of at most max_len tokens; None without images. workers: of the run, which share the CPUs."""
-    if spec.eye is None:
+    if spec.vision is None:
         return None
-    return PreparedImages(longest_row=(max_len, 3 * max_len * spec.eye.rule.multiple**2), num=num_processes(workers))
+    return PreparedImages(longest_row=(max_len, 3 * max_len * spec.vision.processor.multiple**2), num=num_processes(workers))
 
 
 def expanding_of(job: Job) -> Expanding | None:

@@ -42,10 +42,10 @@ def automata_bytes(job: Job) -> int:
 
 def image_bytes(job: JobModel) -> int:
     """Bytes that encoding images takes, and their embeddings that stay on the device; 0 in a job without images."""
-    eye, most = job.spec.eye, job.config.packing.max_num_batched_tokens or GPU_PREFILL
-    if eye is None:
+    vision, most = job.spec.vision, job.config.packing.max_num_batched_tokens or GPU_PREFILL
+    if vision is None:
         return 0
-    return eye.activation_bytes(job.dtype) + eye.row_bytes(job.dtype) * kept_images(most, job.spec.max_len)
+    return vision.activation_bytes(job.dtype) + vision.row_bytes(job.dtype) * kept_images(most, job.spec.max_len)
 
 
 def kept_images(prefill_tokens: int, max_len: int) -> int:

@@ -13,7 +13,7 @@ from batchspec.checkpoint.config_values import has_file, read_text
 from batchspec.checkpoint.weight_files import weight_files
 from batchspec.config.schema import CacheConfig, InputConfig
 from batchspec.data.runstate.manifest import fingerprint
-from batchspec.images.rule import IMAGE_VERSION
+from batchspec.images.processor import IMAGE_VERSION
 from batchspec.job.prepare import Job
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.dtype import dtype_name
@@ -98,8 +98,8 @@ def _decode_parts(job: Job) -> dict[str, Any]:
 
 def _image_parts(job: Job) -> dict[str, Any]:
     """How images become pixels and tokens; empty in a job without images."""
-    eye = job.spec.eye
-    return {} if eye is None else {"model.eye": [IMAGE_VERSION, asdict(eye.rule)]}
+    vision = job.spec.vision
+    return {} if vision is None else {"model.vision": [IMAGE_VERSION, asdict(vision.processor)]}
 
 
 def _named(job: Job, what: str) -> dict[str, str]:

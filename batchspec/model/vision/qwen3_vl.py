@@ -1,4 +1,4 @@
-"""The eye of Qwen3-VL and of Qwen3.5 to 3.8: a ViT over patches, a 2 x 2 merger, for Qwen3-VL more mergers of inner layers.
+"""The vision encoder of Qwen3-VL and of Qwen3.5 to 3.8: a ViT over patches and a 2 x 2 merger, for Qwen3-VL more of inner layers.
 
     patch      rgb [frames * 3 * P * P], normalised, -> x = W p + b + learned grid position
     layer      x += proj(attend(rotate(qkv(norm(x)))));  x += fc2(gelu(fc1(norm(x))))
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from batchspec.batch.upload import upload
 from batchspec.checkpoint.config_values import ConfigReader, Json
-from batchspec.images.rule import read_rule
+from batchspec.images.processor import read_processor
 from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
 from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant.base import Weights
 from batchspec.model.vision.blocks import AttentionWithin, axial_angles, grid_positions, merge_order
-from batchspec.model.vision.eye import EyeSpec
+from batchspec.model.vision.spec import VisionSpec
 
 EPS = 1e-6
 MOST_PATCHES = 16_384
@@ -49,7 +49,7 @@ _UNREAD = ("model_type", "initializer_range", "dtype", "torch_dtype", "transform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3VlSpec(EyeSpec):
+class Qwen3VlSpec(VisionSpec):
     """The shape of the ViT."""
 
     depth: int
@@ -69,8 +69,8 @@ class Qwen3VlSpec(EyeSpec):
     theta: float = 10_000.0
 
     def tensors(self) -> Iterator[TensorSpec]:
-        rule, size = self.rule, self.size
-        patch, wide = (rule.frames, rule.patch, rule.patch), size * rule.merge**2
+        processor, size = self.processor, self.size
+        patch, wide = (processor.frames, processor.patch, processor.patch), size * processor.merge**2
         yield TensorSpec("patch_embed.proj.weight", (size, 3, *patch), "weight")
         yield TensorSpec("patch_embed.proj.bias", (size,), "bias")
         yield TensorSpec("pos_embed.weight", (self.num_positions, size), "weight")
@@ -89,17 +89,18 @@ class Qwen3VlSpec(EyeSpec):
         return dtype.itemsize * (1 + len(self.deepstack)) * self.hidden_size
 
     def activation_bytes(self, dtype: torch.dtype) -> int:
-        most = max(MOST_PATCHES, self.rule.max_pixels // self.rule.patch**2)
-        return most * (dtype.itemsize * (8 * self.size + 2 * self.inner) + 4 * (3 * self.rule.patch**2 * self.rule.frames))
+        processor = self.processor
+        most = max(MOST_PATCHES, processor.max_pixels // processor.patch**2)
+        return most * (dtype.itemsize * (8 * self.size + 2 * self.inner) + 4 * (3 * processor.patch**2 * processor.frames))
 
     def flop(self, patches: int) -> float:
-        size, wide = self.size, self.size * self.rule.merge**2
-        weights = size * 3 * self.rule.frames * self.rule.patch**2 + self.depth * (4 * size**2 + 2 * size * self.inner)
-        mergers = (1 + len(self.deepstack)) * (wide**2 + self.hidden_size * wide) / self.rule.merge**2
+        size, wide = self.size, self.size * self.processor.merge**2
+        weights = size * 3 * self.processor.frames * self.processor.patch**2 + self.depth * (4 * size**2 + 2 * size * self.inner)
+        mergers = (1 + len(self.deepstack)) * (wide**2 + self.hidden_size * wide) / self.processor.merge**2
         return 2.0 * patches * (weights + mergers + 2 * self.depth * size * patches)
 
-    def build(self, weights: Weights) -> Qwen3VlEye:
-        return Qwen3VlEye(self, weights)
+    def build(self, weights: Weights) -> Qwen3VlEncoder:
+        return Qwen3VlEncoder(self, weights)
 
 
 def _norm(name: str, size: int) -> Iterator[TensorSpec]:
@@ -115,8 +116,8 @@ def _linear(name: str, rows: int, k: int) -> Iterator[TensorSpec]:
 def read_qwen3_vl(
     values: Json, where: str, preprocessor: Json, preprocessor_where: str, *, sections: tuple[int, ...],
     deepstack: tuple[int, ...] = (),
-) -> EyeSpec:
-    """The eye that config.json and preprocessor_config.json describe.
+) -> VisionSpec:
+    """The vision encoder that config.json and preprocessor_config.json describe.
 
     sections, deepstack  what counts without mrope_section and deepstack_visual_indexes
     Raises CheckpointError for a missing or unknown key, and for what is not supported.
@@ -144,16 +145,16 @@ def read_qwen3_vl(
     if hidden != text.integer("hidden_size"):
         raise own.refusal(f"out_hidden_size={hidden} is not the hidden_size of the language model; correct it")
     if len({*deepstack}) < len(deepstack) or len(deepstack) > layers or max(deepstack, default=0) >= own.integer("depth"):
-        raise own.refusal(f"{own.shown('deepstack_visual_indexes')} must be different layers of the eye; correct it")
+        raise own.refusal(f"{own.shown('deepstack_visual_indexes')} must be different layers of the vision encoder; correct it")
     placeholder = config.integer("image_token_id")
     if placeholder >= text.integer("vocab_size"):
         raise config.refusal(f"image_token_id={placeholder} is outside the vocabulary; correct it")
-    rule = read_rule(
+    processor = read_processor(
         preprocessor, preprocessor_where, patch=own.integer("patch_size"), merge=own.integer("spatial_merge_size"),
         frames=own.integer("temporal_patch_size"), placeholder=placeholder,
     )
     return Qwen3VlSpec(
-        rule=rule, sections=_sections(text, sections), depth=own.integer("depth"), size=size, heads=heads,
+        processor=processor, sections=_sections(text, sections), depth=own.integer("depth"), size=size, heads=heads,
         inner=own.integer("intermediate_size"), gelu=GELU[act], hidden_size=hidden,
         num_positions=num_positions, deepstack=deepstack,
         theta=10_000.0 if rope is None else rope.number("rope_theta", 10_000.0),
@@ -170,7 +171,7 @@ def _sections(text: ConfigReader, usual: tuple[int, ...]) -> tuple[int, int, int
     return found[0], found[1], found[2]
 
 
-class Qwen3VlEye:
+class Qwen3VlEncoder:
     """An `ImageEncoder`. All images of a call are computed together, in passes of up to MOST_PATCHES patches."""
 
     def __init__(self, spec: Qwen3VlSpec, weights: Weights) -> None:
@@ -178,7 +179,7 @@ class Qwen3VlEye:
         self._weights = {tensor.name: weights.tensor(tensor.name) for tensor in spec.tensors()}
         self._patch = self._weights["patch_embed.proj.weight"].flatten(1)
         self._device = self._patch.device
-        self._values = torch.from_numpy(spec.rule.values).to(self._device)
+        self._values = torch.from_numpy(spec.processor.values).to(self._device)
 
     @property
     def sections(self) -> tuple[int, int, int]:
@@ -189,7 +190,7 @@ class Qwen3VlEye:
         order = sorted(range(len(images)), key=lambda i: images[i].shape)  # equal sizes are prepared together
         encoded: list[Tensor] = []
         group: list[NDArray[np.uint8]] = []
-        count, area = 0, self.spec.rule.patch**2
+        count, area = 0, self.spec.processor.patch**2
         for image in (images[i] for i in order):
             own = image.shape[0] * image.shape[1] // area
             if group and count + own > MOST_PATCHES:
@@ -202,10 +203,10 @@ class Qwen3VlEye:
 
     def _pass(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """images: those of one size one after another."""
-        rule, spec, dtype = self.spec.rule, self.spec, self._patch.dtype
+        processor, spec, dtype = self.spec.processor, self.spec, self._patch.dtype
         groups = [list(group) for _, group in groupby(images, key=lambda image: image.shape)]
-        grids = [(group[0].shape[0] // rule.patch, group[0].shape[1] // rule.patch) for group in groups]
-        coords = [merge_order(grid, rule.merge).to(self._device) for grid in grids]
+        grids = [(group[0].shape[0] // processor.patch, group[0].shape[1] // processor.patch) for group in groups]
+        coords = [merge_order(grid, processor.merge).to(self._device) for grid in grids]
         sizes = [rows * cols for (rows, cols), group in zip(grids, groups, strict=True) for _ in group]
         cu_seqlens = [0, *accumulate(sizes)]
         patches = torch.cat([self._patches(group, own) for group, own in zip(groups, coords, strict=True)])
@@ -222,18 +223,18 @@ class Qwen3VlEye:
                 name = f"deepstack_merger_list.{spec.deepstack.index(layer)}."
                 deeper.append(self._merged(name, x, inner_norm=False))
         rows = [self._merged("merger.", x, inner_norm=True), *deeper]
-        parts = torch.stack(rows, 1).split([size // rule.merge**2 for size in sizes])
+        parts = torch.stack(rows, 1).split([size // processor.merge**2 for size in sizes])
         return [part.clone() for part in parts] if len(parts) > 1 else list(parts)  # a view would keep all parts in memory
 
     def _patches(self, images: Sequence[NDArray[np.uint8]], coords: Tensor) -> Tensor:
         """The normalised patches of images of one size, fp32 [images * n, 3 * frames * P * P], each image's in the order of
         coords int64 [2, n]."""
-        side = self.spec.rule.patch
+        side = self.spec.processor.patch
         cells = upload(np.stack(images), torch.uint8, self._device).unflatten(2, (-1, side)).unflatten(1, (-1, side))
         cells = cells.permute(0, 1, 3, 5, 2, 4)[:, coords[0], coords[1]].flatten(0, 1).long()  # [images * n, 3, P, P]
         colours = torch.arange(3, device=self._device).view(1, 3, 1, 1)
         values = self._values[colours, cells]
-        return values[:, :, None].expand(-1, -1, self.spec.rule.frames, -1, -1).flatten(1)
+        return values[:, :, None].expand(-1, -1, self.spec.processor.frames, -1, -1).flatten(1)
 
     def _layer(self, name: str, x: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionWithin) -> Tensor:
         heads = self.spec.heads
@@ -245,7 +246,7 @@ class Qwen3VlEye:
 
     def _merged(self, name: str, x: Tensor, *, inner_norm: bool) -> Tensor:
         """[tokens, H]. inner_norm: each patch is normed, else the patches of a token together."""
-        width = self.spec.rule.merge**2 * self.spec.size
+        width = self.spec.processor.merge**2 * self.spec.size
         x = self._normed(f"{name}norm", x).view(-1, width) if inner_norm else self._normed(f"{name}norm", x.reshape(-1, width))
         return self._linear(f"{name}linear_fc2", F.gelu(self._linear(f"{name}linear_fc1", x)))
 

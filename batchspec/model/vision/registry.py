@@ -1,4 +1,4 @@
-"""Which models have an eye that is supported."""
+"""Which models have a vision encoder that is supported."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 
 from batchspec.checkpoint.config_values import has_file, read_json, shown
 from batchspec.errors import CheckpointError
-from batchspec.images.rule import PREPROCESSOR
-from batchspec.model.vision.eye import EyeSpec
+from batchspec.images.processor import PREPROCESSOR
 from batchspec.model.vision.qwen3_vl import read_qwen3_vl
+from batchspec.model.vision.spec import VisionSpec
 
-EYES: dict[str, Callable[..., EyeSpec]] = {
+VISION_SPECS: dict[str, Callable[..., VisionSpec]] = {
     "qwen3_vl": partial(read_qwen3_vl, sections=(24, 20, 20), deepstack=(8, 16, 24)),
     "qwen3_5": partial(read_qwen3_vl, sections=(11, 11, 10)),
     "qwen3_5_moe": partial(read_qwen3_vl, sections=(11, 11, 10)),
 }
-"""model_type of config.json -> what reads the shape of its eye."""
+"""model_type of config.json -> what reads the shape of its vision encoder."""
 PROCESSOR, NESTED = "processor_config.json", "image_processor"
 """A file that may hold what preprocessor_config.json holds, and its key for that."""
 
 
-def load_eye(folder: Path) -> EyeSpec:
-    """The eye of a model folder, as its config.json and preprocessor_config.json say; what processor_config.json holds as
-    image_processor has precedence, as in transformers 5 (image_processing_base.py). Raises CheckpointError, also for a model
-    without an eye that is supported."""
+def load_vision(folder: Path) -> VisionSpec:
+    """The vision encoder of a model folder, as its config.json and preprocessor_config.json say; what processor_config.json
+    holds as image_processor has precedence, as in transformers 5 (image_processing_base.py). Raises CheckpointError, also for a
+    model without a vision encoder that is supported."""
     config = read_json(folder / "config.json")
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in EYES:
+    if not isinstance(kind, str) or kind not in VISION_SPECS:
         raise CheckpointError(
             f"{shown(folder)}: model_type {kind!r} has no vision encoder that batchspec supports; supported are "
-            f"{', '.join(EYES)}; leave the images out (input.columns.images=null, model.eye=false)"
+            f"{', '.join(VISION_SPECS)}; leave the images out (input.columns.images=null, model.vision=false)"
         )
     where, nested = shown(folder / PREPROCESSOR), read_json(folder / PROCESSOR).get(NESTED)
     if nested is not None:
@@ -41,4 +41,4 @@ def load_eye(folder: Path) -> EyeSpec:
     elif not has_file(folder / PREPROCESSOR):
         raise CheckpointError(f"{shown(folder)}: no {PREPROCESSOR}, which says how images are resized; add the model's own")
     values = read_json(folder / PREPROCESSOR) if nested is None else nested
-    return EYES[kind](config, shown(folder / "config.json"), values, where)
+    return VISION_SPECS[kind](config, shown(folder / "config.json"), values, where)

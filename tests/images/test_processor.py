@@ -11,13 +11,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from batchspec.errors import CheckpointError
 from batchspec.images.header import BadImage
-from batchspec.images.rule import Fit, ImageRule, read_rule
+from batchspec.images.processor import Fit, ImageProcessor, read_processor
 from tests.helpers.image_models import PREPROCESSOR
 
 
-def rule(patch: int = 16, merge: int = 2, **keys: Any) -> ImageRule:
+def processor(patch: int = 16, merge: int = 2, **keys: Any) -> ImageProcessor:
     values = {**PREPROCESSOR, "patch_size": patch, "merge_size": merge, **keys}
-    return read_rule(values, "preprocessor_config.json", patch=patch, merge=merge, frames=2, placeholder=7)
+    return read_processor(values, "preprocessor_config.json", patch=patch, merge=merge, frames=2, placeholder=7)
 
 
 @given(
@@ -26,7 +26,7 @@ def rule(patch: int = 16, merge: int = 2, **keys: Any) -> ImageRule:
 )
 def test_sizes_are_those_of_transformers(height: int, width: int, unit: tuple[int, int], least: int, more: int) -> None:
     size = {"shortest_edge": least, "longest_edge": least + more}
-    own = rule(*unit, size=size)
+    own = processor(*unit, size=size)
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(BadImage, match="more than 200 times as long"):
             own.fit(height, width)
@@ -36,17 +36,17 @@ def test_sizes_are_those_of_transformers(height: int, width: int, unit: tuple[in
 
 
 def test_min_pixels_and_max_pixels_replace_those_of_size() -> None:
-    own = rule(min_pixels=100, max_pixels=5000)
+    own = processor(min_pixels=100, max_pixels=5000)
     assert (own.min_pixels, own.max_pixels) == (100, 5000)
-    assert (rule(size={"min_pixels": 5, "max_pixels": 9}).min_pixels, rule().max_pixels) == (5, 4096)
+    assert (processor(size={"min_pixels": 5, "max_pixels": 9}).min_pixels, processor().max_pixels) == (5, 4096)
 
 
 def test_null_counts_as_missing_where_the_usual_value_is_null() -> None:
-    assert rule(do_pad=None, crop_size=None, device=None) == rule()
+    assert processor(do_pad=None, crop_size=None, device=None) == processor()
 
 
 def test_limits_on_pixels_of_a_job_or_a_row_replace_those_of_the_model() -> None:
-    own = rule()
+    own = processor()
     assert own.within(None, None) == own
     assert own.within(2048, None).fit(32, 32) == smart_resize(32, 32, factor=32, min_pixels=2048, max_pixels=4096)
     assert own.within(None, 1024).fit(64, 64) == Fit(32, 32)
@@ -71,11 +71,11 @@ def test_limits_on_pixels_of_a_job_or_a_row_replace_those_of_the_model() -> None
 )  # fmt: skip
 def test_what_would_make_other_pixels_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=rf"^preprocessor_config.json: {said}"):
-        rule(**keys) if not {"patch_size", "merge_size"} & {*keys} else read_rule(
+        processor(**keys) if not {"patch_size", "merge_size"} & {*keys} else read_processor(
             {**PREPROCESSOR, "patch_size": 16, **keys}, "preprocessor_config.json", patch=16, merge=2, frames=2, placeholder=7
         )
 
 
 def test_a_digest_depends_on_the_encoded_image_and_on_its_size() -> None:
-    digests = {rule().digest(data, Fit(*size)) for data in (b"a", b"b") for size in ((32, 64), (64, 32), (32, 32))}
+    digests = {processor().digest(data, Fit(*size)) for data in (b"a", b"b") for size in ((32, 64), (64, 32), (32, 32))}
     assert len(digests) == 6

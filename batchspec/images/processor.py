@@ -43,7 +43,7 @@ class Fit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ImageRule:
+class ImageProcessor:
     """How images become pixels and tokens."""
 
     patch: int
@@ -66,8 +66,8 @@ class ImageRule:
         """Both sides are multiples of it."""
         return self.patch * self.merge
 
-    def within(self, least: int | None, most: int | None) -> ImageRule:
-        """The rule with other limits on pixels; None: the limit stays. Raises ValueError for limits that no size is within."""
+    def within(self, least: int | None, most: int | None) -> ImageProcessor:
+        """The processor with other limits on pixels; None: the limit stays. Raises ValueError for limits that no size fits."""
         found = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
         if found.max_pixels < self.multiple**2:
             raise ValueError(f"max_pixels={found.max_pixels} must be at least {self.multiple**2}, the pixels of a token")
@@ -108,8 +108,8 @@ class ImageRule:
         return np.ascontiguousarray(((scaled - mean) / std).T)
 
 
-def read_rule(values: Json, where: str, *, patch: int, merge: int, frames: int, placeholder: int) -> ImageRule:
-    """The rule of a preprocessor_config.json. patch, merge, frames, placeholder: what config.json says.
+def read_processor(values: Json, where: str, *, patch: int, merge: int, frames: int, placeholder: int) -> ImageProcessor:
+    """The processor of a preprocessor_config.json. patch, merge, frames, placeholder: what config.json says.
 
     Raises CheckpointError for an unknown key, a value that would change the pixels, and what does not fit config.json.
     """
@@ -134,7 +134,7 @@ def read_rule(values: Json, where: str, *, patch: int, merge: int, frames: int, 
     if rest:
         key, value = next(iter(rest.items()))
         raise _refusal(where, key, value, "unknown key, which may change pixels; remove it if it does not")
-    return ImageRule(
+    return ImageProcessor(
         patch=patch, merge=merge, frames=frames, min_pixels=low, max_pixels=high, mean=mean, std=std, placeholder=placeholder
     )
 

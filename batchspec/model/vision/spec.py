@@ -1,4 +1,4 @@
-"""An eye: the part of a checkpoint that encodes images. Its shape is an `EyeSpec`, which is loaded as other parts are."""
+"""A vision encoder: the part of a checkpoint that encodes images. `VisionSpec`, its shape, is loaded as other parts are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from batchspec.batch.images import ImageEncoder
-from batchspec.images.rule import ImageRule
+from batchspec.images.processor import ImageProcessor
 from batchspec.model.checkpoint_part import CheckpointPart, Item
 from batchspec.model.layers.base import WHOLE, BlockSpec, Shard
 from batchspec.model.quant.base import Slices, Weights
@@ -21,17 +21,17 @@ PREFIXES = ("model.visual.", "visual.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EyeSpec(CheckpointPart):
-    """The shape of an eye. Each rank has all of it, and its weights are not quantised."""
+class VisionSpec(CheckpointPart):
+    """The shape of a vision encoder. Each rank has all of it, and its weights are not quantised."""
 
-    rule: ImageRule
+    processor: ImageProcessor
     sections: tuple[int, int, int]
     """mrope_section of the language model: see `AxisPositions`."""
     formats: Formats = ALL_PLAIN
     shard: Shard = WHOLE
 
     @property
-    def complete(self) -> EyeSpec:
+    def complete(self) -> VisionSpec:
         return self
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
@@ -67,4 +67,4 @@ class EyeSpec(CheckpointPart):
 
     @abstractmethod
     def build(self, weights: Weights) -> ImageEncoder:
-        """The eye with these weights."""
+        """The encoder with these weights."""
