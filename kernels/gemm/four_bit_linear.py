@@ -40,6 +40,8 @@ from batchspec.kernels.moe.packed_tiles import in_two, whole_tile
 
 FETCH_BYTES = 1 << 16
 """Bytes of weights that a program fetches to the L2 cache while earlier launches still run."""
+REGISTERS = 128
+"""Most of a thread in a tile of 128 x 128 with 8 warps: so two programs of it run on a Hopper multiprocessor."""
 
 
 @triton.jit
@@ -170,7 +172,8 @@ def launch(
         counters(x.device) if split else None, num_tokens, n, weight.words.stride(0) // WORDS, k, x.stride(0), tile.split,
         GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), SPLIT=split,
         BLOCK_T=tile.block_m, BLOCK_N=tile.block_n, FETCHED=FETCH_BYTES // (64 * height), TMA=tma, EVEN_K=k % BLOCK == 0,
-        INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
+        INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=REGISTERS if (tile.block_m, height, tile.warps) == (128, 128, 8) else None, **launch_args(x),
     )
 
 

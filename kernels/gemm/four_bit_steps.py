@@ -229,9 +229,10 @@ def sum_blocks(
     acc_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
     up_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
     own_group = (expert * num_groups).to(tl.int64) * stride
-    # Shifts are read one block ahead into registers. Loads that Triton pipelines pass through shared memory: with shifts among
-    # them a tile of 128 x 128 took 96 bytes more than half of a Hopper multiprocessor's, and two programs no longer ran on it.
+    # Scales and shifts are read one block ahead into registers. Loads that Triton pipelines pass through shared memory: with them
+    # a tile of 128 x 128 took a little more than half of a Hopper multiprocessor's, and two programs no longer ran on it.
     next_z = (None, None, None, None)
+    next_s = load_parts(scales + own_group, tl.minimum(start, stop - 1), stride, first, n, last, GROUP, GATED, BLOCK_N)
     if shifts is not None:
         next_z = load_parts(shifts + own_group, tl.minimum(start, stop - 1), stride, first, n, last, GROUP, GATED, BLOCK_N)
     for block in range(start, stop):
@@ -239,10 +240,10 @@ def sum_blocks(
         tokens = load_tokens(x, begin, at, num_rows, k, stride_x, BLOCK_T, TMA, EVEN_K, INTERPRETED)
         if MORE:
             more = load_tokens(x_more, begin + BLOCK_T, at, num_rows, k, stride_x, MORE, TMA, EVEN_K, INTERPRETED)
-        s = load_parts(scales + own_group, block, stride, first, n, last, GROUP, GATED, BLOCK_N)
-        z = next_z
+        s, z = next_s, next_z
+        ahead = tl.minimum(block + 1, stop - 1)
+        next_s = load_parts(scales + own_group, ahead, stride, first, n, last, GROUP, GATED, BLOCK_N)
         if shifts is not None:
-            ahead = tl.minimum(block + 1, stop - 1)
             next_z = load_parts(shifts + own_group, ahead, stride, first, n, last, GROUP, GATED, BLOCK_N)
         words = load_words(w, expert * num_blocks + block, first, n, w_rows, GATED, BLOCK_N, TMA)
         if TWO:

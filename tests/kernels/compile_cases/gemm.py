@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchspec.kernels.gemm.four_bit_linear import REGISTERS
 from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
 CASES = Cases("gemm")
@@ -72,6 +73,7 @@ for _t, _n, _warps, _tma, _gated, _group, _zeros, _split, _even in (
     (16, 256, 8, False, False, 128, False, True, True), (64, 256, 8, True, False, 128, False, False, True),
     (128, 256, 8, True, False, 128, False, False, True), (256, 128, 8, True, False, 128, False, False, True),
     (128, 128, 8, True, False, 128, True, False, True), (128, 64, 8, True, True, 128, True, False, True),
+    (128, 128, 8, True, False, 64, False, False, True), (128, 64, 8, True, True, 32, True, False, True),
     (16, 64, 4, False, False, 32, True, True, False), (16, 128, 4, True, False, 64, True, False, True),
     (16, 128, 4, False, False, 16, False, True, True), (32, 128, 4, False, False, 16, False, False, True),
     (64, 128, 8, True, False, 16, False, True, True), (128, 128, 8, True, False, 16, False, True, True),
@@ -81,8 +83,10 @@ for _t, _n, _warps, _tma, _gated, _group, _zeros, _split, _even in (
     _w = f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16"
     _name = f"four_bit_linear_kernel {_t} tokens x {_n}, {_warps} warps, TMA {_tma}, gated {_gated}, groups of {_group}"
     _name += ", zero points" if _zeros else ""
-    case(_name, "four_bit_linear", _warps, x=f"tensordesc<bf16[{_t}, 128]>" if _tma else "*bf16", w=_w, words="*i16", scales=PI32,
-         shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _gated else None,
+    _limit = REGISTERS if (_t, _n * (2 if _gated else 1), _warps) == (128, 128, 8) else None
+    case(_name, "four_bit_linear", _warps, registers=_limit, x=f"tensordesc<bf16[{_t}, 128]>" if _tma else "*bf16", w=_w,
+         words="*i16", scales=PI32, shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None,
+         bias="*bf16" if _gated else None,
          out="*bf16",
          partials=PF32 if _split else None, arrived=PI32 if _split else None, num_tokens=I32, n=I32, w_rows=I32, k=I32,
          stride_x=I32, split=I32, GROUP=_group,
