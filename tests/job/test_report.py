@@ -180,6 +180,19 @@ def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkey
     assert "<td>q-1</td><td>1</td><td>row 1:\\n&lt;script&gt;" in text
 
 
+def test_an_output_without_error_rows_is_not_read_again_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[OutputFolder]()
+
+    def noted(folder: OutputFolder) -> dict[str, tuple[error_rows.Failed, ...]]:
+        read.append(folder)
+        return first_errors(folder)
+
+    monkeypatch.setattr(page, "first_errors", noted)
+    for name, rows, times in (("good", [completion(0), completion(1)], 0), ("bad", [completion(0), failed(1)], 1)):
+        page.write_report(job(tmp_path / name, rows))
+        assert len(read) == times
+
+
 @pytest.mark.second
 def test_the_head_of_the_page_names_model_sampling_date_and_duration(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed(), decode={"temperature": 0.5, "seed": 3})

@@ -59,7 +59,8 @@ def write_report(output: OutputFolder, stats: JobStats | None = None) -> None:
         stats = job_stats(output.path)
     runs = [run for text in output.logs(".timeline.jsonl") if (run := parse_run(text)) is not None]
     states = StatusReader(output).read().runs
-    output.put_report(report_page(output.manifest, stats, first_errors(output), course(runs), states, name=output.path))
+    errors = first_errors(output) if stats.by_status.get("error") else {}  # it reads all shards again
+    output.put_report(report_page(output.manifest, stats, errors, course(runs), states, name=output.path))
 
 
 def report_page(
