@@ -128,6 +128,8 @@ class ScheduledRound:
     """All groups, to be written to the device's tables; None: the tables are up to date, or the round does not read them."""
     counts_experts: bool
     """The result says how many experts of each layer had tokens."""
+    counts_drafts: bool
+    """The result says how many drafts survive, if the round knows their chances."""
     drafter_update: DrafterUpdate
     """What the drafter does before the round with what it learnt from finished rows."""
 

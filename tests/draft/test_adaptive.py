@@ -27,6 +27,7 @@ from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import RoundWidth
 from batchspec.kernels.rounds.allocate_drafts import LEVELS
+from tests.helpers.row_lengths import trial_won
 
 ROWS = 64
 
@@ -523,6 +524,7 @@ FEW = {width: 4.6 + 0.27 * width.draft_len for width in BASE}
 def widths_over_many_rows(levels: np.ndarray, phases: list[tuple[int, int, dict[RoundWidth, float], float]]) -> list[RoundWidth]:
     """Widths of all rounds. levels: int32 [3, LEVELS] of 256 drafts each; phases: rows, rounds, times of dead rows, attention."""
     lengths, taken = DraftLengths(3, row_lengths=True), []
+    trial_won(lengths)
     for num_rows, rounds, costs, attention in phases:
         for width, prepare_next in itertools.product(BASE, (False, True)):
             lengths.times.set_base(num_rows, width, costs[width], prepare_next=prepare_next)

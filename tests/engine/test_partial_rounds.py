@@ -24,6 +24,7 @@ from batchspec.packing.memory import LEAST_PARTIAL_ROWS, MOST_PARTIAL_BUCKETS, M
 from batchspec.packing.planner import row_buckets
 from tests.engine.test_round_planner import MODE, planner
 from tests.helpers.engines import packed
+from tests.helpers.row_lengths import trial_won
 
 Seconds = Callable[[RoundShape], float]
 
@@ -123,6 +124,7 @@ def test_they_are_captured_if_any_acceptance_could_make_them_pay(seconds: float,
     levels = np.zeros((3, LEVELS), np.int32)
     levels[:, 0], levels[:, -1] = 16, 48
     lengths = DraftLengths(3, row_lengths=True)
+    trial_won(lengths)
     for width in lengths.widths(64):
         for prepare_next in (False, True):
             lengths.times.set_base(64, width, 1.0 if width.mean_len is None else seconds, prepare_next=prepare_next)

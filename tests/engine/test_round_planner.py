@@ -26,8 +26,9 @@ from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
+from batchspec.engine.rounds.part_trial import BLOCK, WARM_UP, Turn
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
-from batchspec.engine.rounds.records import RoundResult
+from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
@@ -181,6 +182,62 @@ def test_rows_of_a_round_count_by_their_weights(monkeypatch: pytest.MonkeyPatch)
     assert seen == [[0.5, 1.5]]
     for width in (RoundWidth(0), RoundWidth(1, mean_len=0.5)):
         assert not one.counts_acceptance(replace(launch, width=width))
+
+
+def test_what_measured_rounds_made_decides_whether_they_may_verify_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the weights of the rows, and by the time until the result arrived; not of a round after a prefill."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
+    batch = packed(12, row_buckets=row_buckets(12), num_verified=3)
+    one: Any = planner(batch, 3, draft_lens=candidates(3), base=lambda shape: 10.0 + 4.0 * shape.width.verified, row_lengths=True)
+    one.prepare(MODE)
+    seen = list[tuple[int, float, float]]()
+    monkeypatch.setattr(one._lengths, "made", lambda *made: seen.append(made))
+    owners, num_tokens, now, launches = np.arange(12), np.full(12, 300), 0.0, list[UnreadLaunch]()
+    for number in range(WARM_UP + BLOCK):
+        launches.append(chosen(one, 12, owners, num_tokens))
+        now += 20.0
+        if number == WARM_UP + 2:
+            one.learn(UnreadLaunch(owners=owners, is_prefill=True, num_prefilled=9), arrived(now), accepting(12, 0), None)
+        weights = None if number % 2 else np.linspace(0.5, 1.5, 12)
+        log = accepting(12, 1)
+        log.num_kept[0] = 6
+        one.learn(launches[-1], arrived(now), log, weights)
+    assert {launch.trial_block for launch in launches[:WARM_UP]} == {None}
+    assert len({launch.trial_block for launch in launches[WARM_UP:]}) == 1
+    assert len(seen) == BLOCK - 1
+    assert {made[0] for made in seen} == {launches[-1].trial_block}
+    assert {round(made[1], 9) for made in seen} == {28.0, 26.0}
+    assert {made[2] for made in seen} == {20.0}
+    assert all(launch.counts_drafts for launch in launches)
+    monkeypatch.setattr(one._lengths, "turn", Turn(False, False, None))
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (RoundWidth(3), True))
+    assert not chosen(one, 12, owners, num_tokens).counts_drafts
+
+
+def test_counts_of_drafts_come_to_the_host_only_if_it_asks_for_them() -> None:
+    """The tokens do not depend on it."""
+    jobs, found = [request(i, [i, 7], cap=12) for i in range(2)], []
+    for counts in (True, False):
+        drafter = ForcedDrafter(3, {job.seed: plain_tokens(tiny_target(), job) for job in jobs}, right=True, fixed_len=True)
+        engine = make_engine(
+            tiny_target(), drafter, packed(2, num_verified=3), device=DEVICE, options=RoundOptions(row_lengths=True)
+        )
+        choose, learn, levels = engine.planner.choose, engine.planner.learn, list[bool]()
+
+        def launched(*args: Any, choose: Any = choose, counts: bool = counts) -> UnreadLaunch:
+            launch: UnreadLaunch = replace(choose(*args), counts_drafts=counts)
+            return launch
+
+        def learnt(launch: UnreadLaunch, result: PendingResult, *args: Any, learn: Any = learn, levels: Any = levels) -> None:
+            levels += [] if launch.is_prefill else [result.result.levels is not None]
+            learn(launch, result, *args)
+
+        engine.planner.choose, engine.planner.learn = launched, learnt  # type: ignore[method-assign,assignment]
+        done = {one.request_id: one.token_ids for one in engine.run(iter(jobs))}
+        assert set(levels) == {counts}
+        found.append([np.asarray(done[job.request_id]).tolist() for job in jobs])
+    assert found[0] == found[1]
 
 
 def test_an_engine_gives_the_weights_of_the_rows_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,18 @@ from torch import Tensor
 
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.draft_chances import DraftChances
+from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundWidth
 
 LENGTHS = st.none() | st.integers(0, 1000)
 """For `make_engine`: None, or the seed of `draw_lengths`."""
+
+
+def trial_won(lengths: DraftLengths) -> None:
+    """Rounds may verify a part of their drafts, as after a trial that found that it pays."""
+    assert lengths._trial is not None
+    lengths._trial.pays = True
 
 
 def draw_lengths(engine: Engine, seed: int) -> list[UnreadLaunch]:

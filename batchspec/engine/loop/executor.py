@@ -153,6 +153,8 @@ class Executor:
         result = self.graphs.run(scheduled.shape)  # on a GPU replays a graph, in which `Round.run` was captured
         if scheduled.counts_experts:
             result = replace(result, experts_read=self.target.experts_read())
+        if not scheduled.counts_drafts:
+            result = replace(result, levels=None)
         self._pending.append(PendingResult.send(result))
 
     def read(self) -> PendingResult:

@@ -19,7 +19,7 @@ from batchspec.engine.loop.refill_times import RefillTimes
 from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.loop.round_timer import RoundTimer
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.rounds.draft_lengths import DraftLengths, choices_of
+from batchspec.engine.rounds.draft_lengths import NO_TRIAL, DraftLengths, choices_of
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
@@ -183,12 +183,12 @@ class RoundPlanner:
 
         num_tokens, owners  int64 [slots] of the `SlotTable`
         """
-        width, prepare_next, context_tokens = RoundWidth(self._draft_len), True, 0
+        width, prepare_next, context_tokens, turn = RoundWidth(self._draft_len), True, 0, NO_TRIAL
         live_rows = int((owners[:num_rows] >= 0).sum())
         if self._lengths is not None:
             context_tokens = self._context_tokens(num_tokens[owners >= 0])
             width, next_drafts = self._lengths.choose(num_rows, context_tokens, live_rows=live_rows)
-            prepare_next = width.draft_len > 0 or next_drafts
+            prepare_next, turn = width.draft_len > 0 or next_drafts, self._lengths.turn
         self._width = width
         self._num_rounds += 1
         return UnreadLaunch(
@@ -199,6 +199,8 @@ class RoundPlanner:
             prepare_next=prepare_next,
             context_tokens=context_tokens,
             counts_experts=self.experts is not None and counted(self._num_rounds),
+            counts_drafts=turn.counts_drafts,
+            trial_block=turn.block,
         )
 
     def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
@@ -236,6 +238,9 @@ class RoundPlanner:
                 launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )
+            if launch.trial_block is not None:
+                tokens = log.num_kept.sum() if weights is None else log.num_kept @ weights
+                self._lengths.made(launch.trial_block, float(tokens), took.seconds)
 
     def _observe(
         self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog,

@@ -192,6 +192,7 @@ class Scheduler:
             shape=shape,
             new_prefix_groups=new_groups,
             counts_experts=launch.counts_experts,
+            counts_drafts=launch.counts_drafts,
             drafter_update=self._executor.drafter.next_update(),
         )
         return round_, launch

@@ -10,5 +10,6 @@
   results.py               results on their way to the host, and there
   draft_chances.py         how likely drafts are accepted, and which of them are verified; simulated_acceptance.py: made-up ones
   draft_lengths.py         the numbers of drafts that pay: round_widths.py: those that may be chosen; round_times.py: seconds of a
-                           round; survival.py: tokens of a round; expert_reads.py: the experts that a round reads
+                           round; survival.py: tokens of a round; expert_reads.py: the experts that a round reads;
+                           part_trial.py: whether it pays that rows have lengths of their own
 """

@@ -22,6 +22,8 @@ drafts. One round in PROBE_EVERY takes, in turn,
 While these K are new, one round in PROBE_EVERY_AT_FIRST does: the one that promises most comes first. A K that could not pay even
 if all its drafts were accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up,
 probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
+
+Whether rounds that verify a part are chosen at all is tried in the job (`part_trial.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from numpy.typing import NDArray
 
 from batchspec.draft.shapes import candidates
 from batchspec.engine.rounds.expert_reads import ExpertReads
+from batchspec.engine.rounds.part_trial import PartTrial, Turn
 from batchspec.engine.rounds.round_times import RoundTimes
 from batchspec.engine.rounds.round_widths import partial_widths
 from batchspec.engine.rounds.survival import Survival
@@ -60,6 +63,8 @@ LEAST_ROWS = 12
 """Rounds of fewer rows verify all drafts: there are too few rows for one to need what another does not."""
 PARTS = (1, 2, 4)
 """Row buckets with graphs of rounds that verify a part: of all slots, and the largest ones of at most these parts of them."""
+NO_TRIAL = Turn(may_verify_part=True, counts_drafts=True, block=None)
+"""Of rounds of too few rows, and of those that all verify all drafts."""
 
 
 def choices_of(choices: tuple[int, ...], *, all_slots: bool) -> tuple[int, ...]:
@@ -90,12 +95,15 @@ class DraftLengths:
         self.draft_len, self.choices = draft_len, choices or candidates(draft_len)
         self.times = RoundTimes(experts, num_nodes)
         self._survival = Survival(draft_len) if row_lengths else None
+        self._trial = PartTrial() if row_lengths else None
         self._whole = [RoundWidth(draft_len) for draft_len in self.choices]
         self.partial = partial_widths(self.choices) if row_lengths else []
         """Widths of rounds that verify a part of their drafts, by ascending means."""
         self._rounds, self._lost_rounds = 0, 0.0
         self._current = RoundWidth(draft_len)
         self._next: RoundWidth | None = None
+        self.turn = self._next_turn = NO_TRIAL
+        """Of the round that was chosen last."""
         self.forget()
 
     def forget(self) -> None:
@@ -105,10 +113,12 @@ class DraftLengths:
         self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.draft_len
         if self._survival is not None:
             self._survival.forget()
+        if self._trial is not None:
+            self._trial.restart()
 
     def verify_all(self) -> None:
         """From now on rounds verify all drafts of every row, and report no survival. Only before the first round."""
-        self._survival, self.partial = None, []
+        self._survival, self._trial, self.partial = None, None, []
 
     def restart(self) -> None:
         """A run begins: no width was chosen for its first round. What was measured stays."""
@@ -137,12 +147,19 @@ class DraftLengths:
         live_rows  how many of them hold live rows; None: all
         """
         live_rows = num_rows if live_rows is None else live_rows
-        now = self._next
         self._fade(live_rows)
-        if now is None or not self.times.knows(num_rows, now):  # the row bucket is another one since it was chosen
-            now = self._pick(num_rows, context_tokens, live_rows) if now is None else self._nearest(num_rows, now)
+        if self._next is None:
+            self._next = self._pick(num_rows, context_tokens, live_rows)
+        now, self.turn = self._next, self._next_turn
+        if not self.times.knows(num_rows, now):  # the row bucket is another one since it was chosen
+            now, self.turn = self._nearest(num_rows, now), self.turn._replace(block=None)
         self._next = self._pick(num_rows, context_tokens, live_rows)
         return now, self._next.draft_len > 0
+
+    def made(self, block: int, tokens: float, seconds: float) -> None:
+        """Note the tokens that a round of this block (`turn`) made, each by its row's weight, in so many measured seconds."""
+        if self._trial is not None:
+            self._trial.add(block, tokens, seconds)
 
     def observe(
         self, draft_len: int, accepted: NDArray[np.int32], after_draft: NDArray[np.bool_] | None = None,
@@ -201,7 +218,8 @@ class DraftLengths:
 
     def _tokens(self) -> list[float]:
         """Expected tokens of a round for each of `choices`."""
-        survival, known = self._survival, 0 if self._survival is None else self._survival.known_len
+        survival = self._survival if self._next_turn.counts_drafts else None
+        known = 0 if survival is None else survival.known_len
         rate, accepted, tokens = 1.0, 0.0, [1.0]
         for k, (kept, tried) in enumerate(zip(self._kept, self._tried, strict=True), 1):
             if survival is not None and k <= known:
@@ -216,7 +234,7 @@ class DraftLengths:
         """What rounds that verify a part of their drafts count as tokens a row: those that were timed, and whose drafts were
         counted."""
         survival = self._survival
-        if survival is None or num_rows < LEAST_ROWS or not live_rows:
+        if survival is None or num_rows < LEAST_ROWS or not live_rows or not self._next_turn.may_verify_part:
             return {}
         tokens = {}
         for width in self.partial:
@@ -226,15 +244,21 @@ class DraftLengths:
         return tokens
 
     def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> RoundWidth:
+        """The width of a round, whose turn is `_next_turn` from now on."""
+        if self._trial is not None and self._survival is not None and num_rows >= LEAST_ROWS:
+            counted, self._next_turn = self._next_turn.counts_drafts, self._trial.next_turn()
+            if not counted and self._next_turn.counts_drafts:
+                self._survival.forget()  # it is old
         expected, whole = dict(zip(self._whole, self._tokens(), strict=True)), self._timed(num_rows)
         tokens = {one: expected[one] for one in whole} | self._partial_tokens(num_rows, live_rows)
         widths = list(tokens)
         seconds = dict(zip(widths, self.times.seconds(num_rows, widths, context_tokens, live_rows), strict=True))
+        margin = MARGIN
         if self._current not in tokens:
-            self._current = self._nearest(num_rows, self._current)
+            self._current, margin = self._nearest(num_rows, self._current), 1.0
         best = max(widths, key=lambda one: tokens[one] / seconds[one])
         score = tokens[self._current] / seconds[self._current]
-        if tokens[best] / seconds[best] > MARGIN * score:
+        if tokens[best] / seconds[best] > margin * score:
             self._current, score = best, tokens[best] / seconds[best]
         self._rounds += 1
         if self._rounds % PROBE_EVERY_AT_FIRST:
@@ -257,7 +281,7 @@ class DraftLengths:
 
     def _uncounted(self, num_rows: int) -> list[int]:
         """The least K that a round which verifies a part drafts, and whose drafts were never counted."""
-        if self._survival is None or num_rows < LEAST_ROWS:
+        if self._survival is None or num_rows < LEAST_ROWS or not self._next_turn.counts_drafts:
             return []
         return [one.draft_len for one in self.partial if one.draft_len > self._survival.known_len][:1]
 

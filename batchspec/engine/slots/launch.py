@@ -30,6 +30,10 @@ class UnreadLaunch:
     """Keys of all rows that one layer reads, on average over the layers; 0 if the round is not used as a measurement."""
     counts_experts: bool = False
     """Whether the result has the number of experts that the round read."""
+    counts_drafts: bool = True
+    """Whether the result of a round that knows its drafts' chances has how many survive."""
+    trial_block: int | None = None
+    """`Turn.block` of a round (`engine/rounds/part_trial.py`)."""
     num_prefilled: int = 0
     """Tokens of this prefill pass and of the passes just before it whose results are not sent, since no row ends in them."""
     segments: tuple[Segment, ...] = ()
