@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.show(help_text("run"))
         return 0
     check_address_space()
+    begin_libraries()  # meanwhile several processes may compile bytecode, or read the same disk
     keep_bytecode()
-    begin_libraries()
     with no_garbage_collection():  # it would traverse the modules again and again while they are imported
         from batchspec.config.compose import launch
 
