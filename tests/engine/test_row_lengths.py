@@ -5,6 +5,7 @@ Simulated rounds, with the kernels' own arithmetic and made-up times.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.rounds.draft_chances import DraftChances
 from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths
+from batchspec.engine.rounds.part_trial import HOLD
 from batchspec.engine.rounds.round_widths import partial_widths
 from batchspec.engine.rounds.survival import Survival
 from batchspec.engine.step import RoundWidth
@@ -170,6 +172,28 @@ def test_later_drafts_are_counted_even_if_one_draft_of_each_row_beats_two() -> N
     assert sum(width.draft_len == 1 for width in whole.widths[300:]) > 90
     assert lengths.widths[:50].count(RoundWidth(K)) >= 1
     assert sum(width == RoundWidth(K, 1.5) for width in lengths.widths[300:]) > 90
+
+
+def test_counts_from_before_a_time_without_counting_are_forgotten() -> None:
+    """Meanwhile K follows from the shares of accepted drafts alone."""
+    lengths = DraftLengths(K, row_lengths=True)
+    for width, prepare_next in itertools.product(lengths.widths(64), (False, True)):
+        lengths.times.set_base(64, width, 1.0 + 0.1 * width.verified, prepare_next=prepare_next)
+    levels = np.zeros((K, LEVELS), np.int32)
+    levels[:, 0] = 64
+    lengths.observe_levels(levels, 64)
+    assert lengths._survival is not None
+    assert lengths._trial is not None
+    assert lengths.choose(64, 0)[0] == RoundWidth(K), "all drafts survive, as was counted"
+    lengths._trial._end(pays=False)
+    lengths.observe(K, np.zeros(4096, np.int32))
+    found = [(lengths.choose(64, 0)[0].draft_len, lengths.turn.counts_drafts) for _ in range(HOLD)]
+    assert [counts for _, counts in found[2:]] == [False] * (HOLD - 2)
+    assert sum(draft_len == 0 for draft_len, _ in found) > 0.9 * HOLD, "no draft was accepted, as was observed"
+    assert lengths._survival.known_len == K
+    while not lengths.turn.counts_drafts:
+        lengths.choose(64, 0)
+    assert lengths._survival.known_len == 0
 
 
 def test_few_rows_verify_all_their_drafts() -> None:
