@@ -23,6 +23,10 @@ MOST_BYTES, MOST_PIXELS = 64 << 20, 89_478_485
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag Orientation, and its values that swap width and height."""
 
+WIDE_COLOURS = "RGB;16B"
+"""Pillow's name for the pixels of a PNG with colours of 16 bits. It compares their upper 8 bits with the 16 of the one that is
+transparent."""
+
 
 class BadImage(OneLine, ValueError):
     """Why an image cannot be used. code: of the error row; retryable: another attempt may succeed."""
@@ -47,6 +51,9 @@ def read_header(data: bytes) -> Header:
     with opened(data) as image:
         width, height = image.size
         # A PNG's own `getexif` decodes it, to look for EXIF after the pixels. Pillow has swapped the size of a TIFF already.
+        if image.info.get("transparency") is not None and any(tile[3] == WIDE_COLOURS for tile in getattr(image, "tile", ())):
+            said = "one colour of 16 bits is transparent, and colours are read with 8 bits; save it with an alpha channel"
+            raise BadImage("bad_image", said)
         turns = image.format != "TIFF" and pillow().Image.getexif(image).get(ORIENTATION) in SIDEWAYS
         return Header(str(image.format), *((width, height) if turns else (height, width)))
 

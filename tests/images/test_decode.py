@@ -101,6 +101,25 @@ def test_one_grey_of_sixteen_bits_may_be_transparent(transparent: int) -> None:
     assert (decode(out.getvalue(), Fit(3, 3)) == expected[..., None]).all()
 
 
+@pytest.mark.parametrize("colour", [(0, 0, 0), (300, 2, 65535)])
+def test_a_transparent_colour_of_sixteen_bits_is_refused_before_it_is_decoded(colour: tuple[int, int, int]) -> None:
+    """Pillow has 8 bits of colours, and more of them would be transparent than one, or none."""
+    head = struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
+    row = b"\0" + struct.pack(">6H", *colour, 7, 8, 9)
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in (
+            (b"IHDR", head), (b"tRNS", struct.pack(">3H", *colour)), (b"IDAT", zlib.compress(row)), (b"IEND", b""),
+        )
+    )
+    with pytest.raises(BadImage, match="one colour of 16 bits is transparent") as caught:
+        read_header(data)
+    assert caught.value.code == "bad_image"
+    plain = data.replace(data[33 : 33 + 18], b"")
+    assert read_header(plain).width == 2
+    assert decode(plain, Fit(1, 2))[0, 0].tolist() == [value >> 8 for value in colour]
+
+
 def test_exif_after_the_pixels_of_a_png_does_not_turn_them_silently() -> None:
     data = made("RGB", "PNG", 8, 12, 0, 6)
     begin = data.index(b"eXIf") - 4
