@@ -106,3 +106,5 @@ class BadRow(OneLine):
     ) -> None:
         super().__init__(message)
         self.code, self.prompt_ids, self.status, self.retryable = code, prompt_ids, status, retryable
+        self.num_samples = 1
+        """Samples that the row asked for, where they were counted before this was raised."""

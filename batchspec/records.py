@@ -425,6 +425,8 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     """As `Request.image_digest`."""
     image_tokens: int = 0
     """Prompt tokens that are places of images."""
+    num_samples: int = 1
+    """Of a row that admission refused: samples that it asked for, all of which this is the error of."""
     stats: RowStats | None = None
     error: RowError | None = None
 

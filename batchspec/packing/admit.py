@@ -258,7 +258,7 @@ class Admission:
         place = place_in_file(self.source, row_index)
         return Completion(
             request_id=request_id, row_index=row_index, sample_index=0, shard=shard,
-            status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids,
+            status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids, num_samples=bad.num_samples,
             error=RowError(
                 code=bad.code, stage="admission", message=f"{place} (id {quoted(request_id)}): {bad}",
                 retryable=bad.retryable,
@@ -323,7 +323,11 @@ class Admission:
         adapter = settings.adapter(row.get("adapter"))
         choice = tool_choice(row, self._form_name)
         prompt = self._rows_of_task.prompt(prompt, row)
-        found = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
+        try:
+            found = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
+        except BadRow as bad:
+            bad.num_samples = int(values["n"])
+            raise
         prompt_ids = self._rows_of_task.ids(found.ids)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)

@@ -42,15 +42,14 @@ class OpenShards:
         """Open shards whose rows are all finished."""
 
     def planned(self, admitted: AdmittedShard) -> Iterator[list[Request]]:
-        """Yield for each output row of a shard a list of none or one request. The shard is open once all were taken."""
+        """Yield for each planned row of a shard a list of none or one request. The shard is open once all were taken."""
         opened = _OpenShard(admitted.shard)
         for planned in self._rows(admitted.shard, admitted.entries):
-            entry = None if planned is None else self._journaled.known(planned)
-            opened.num_outputs += 1
-            opened.num_carried += entry is None
-            if isinstance(entry, Completion):
-                opened.completions.append(entry)
-            yield [self._predicted(entry)] if isinstance(entry, Request) else []
+            known = () if planned is None else self._journaled.known(planned)
+            opened.num_outputs += max(1, len(known))
+            opened.num_carried += planned is None
+            opened.completions += [entry for entry in known if isinstance(entry, Completion)]
+            yield [self._predicted(entry) for entry in known if isinstance(entry, Request)]
         self._open[admitted.shard.index] = opened
         if opened.is_done:
             self._done.append(admitted.shard.index)

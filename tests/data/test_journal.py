@@ -84,6 +84,22 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert found.snapshots == {(9, 0): LEFT}
 
 
+def test_finished_samples_of_a_row_whose_image_is_missing_now_stay(tmp_path: Path) -> None:
+    """The others are the error. Rows without a finished sample are as admission said, and so is every other error."""
+    assert BAD.error is not None
+    done = FULL.replace(image_digest="ab")
+    failed = done.replace(sample_index=3, error=BAD.error)
+    saved = Journaled({(7, 1): done, (7, 3): failed, (8, 0): done.replace(row_index=8, sample_index=0, image_digest=None)}, {})
+    missing = BAD.replace(row_index=7, num_samples=4, error=replace(BAD.error, code="missing_image"))
+    first, second, third, fourth = saved.known(missing)
+    assert second is done
+    assert [(one.sample_index, one.error) for one in (first, third, fourth) if isinstance(one, Completion)] == [
+        (0, missing.error), (2, missing.error), (3, missing.error)
+    ]
+    for other in (BAD, missing.replace(row_index=8, num_samples=1), BAD.replace(row_index=7, num_samples=4)):
+        assert saved.known(other) == (other,)
+
+
 def test_every_array_of_a_completion_is_stored() -> None:
     arrays = {name for name, hint in get_type_hints(Completion).items() if "ndarray" in str(hint).lower()}
     assert arrays == {*journal_rows.DTYPES, *journal_rows.TOPS}

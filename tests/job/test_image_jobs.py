@@ -350,6 +350,27 @@ def test_an_image_processor_in_processor_config_has_precedence(vl: Path, tmp_pat
 
 
 @pytest.mark.second
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_finished_answer_stays_if_the_file_of_its_image_is_missing_later(n: int, vl: Path, tmp_path: Path) -> None:
+    """Of rows that were not finished each sample is the error."""
+    (tmp_path / "a.png").write_bytes(A)
+    caps = (3, 3, 3, 80, 3, 80)
+    rows = [{"id": f"q{i}", "messages": user(f"<image>{i}"), "images": "a.png", "most": most} for i, most in enumerate(caps)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    cut = words(
+        vl, tmp_path, "input.columns={images:images, max_new_tokens:most}", f"input.image_root={tmp_path}", f"decode.n={n}",
+        "output.shard_rows=2", f"packing.max_num_seqs={6 * n}", f"decode.temperature={0 if n == 1 else 1}",
+    )
+    code, said = run_apart(cut, tmp_path / "log", partial(signalled_after_commits, 1, signal.SIGTERM))
+    assert code != 0, said
+    (tmp_path / "a.png").unlink()
+    assert run.main(cut) == 0
+    found = [(row["row_index"], code_of(row)[0] or len(row["token_ids"])) for row in written(tmp_path)]
+    expected = [[(i, 3)] * n if most == 3 else [(i, "missing_image")] for i, most in enumerate(caps)]
+    assert found == [row for rows_of_one in expected for row in rows_of_one]
+
+
+@pytest.mark.second
 @pytest.mark.parametrize("how", ["resume", "resume=length"])
 def test_tokens_that_were_saved_for_another_image_end_the_run(
     how: str, vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -38,6 +38,8 @@ Key = tuple[int, int]
 """row_index and sample_index."""
 
 log = logging.getLogger(__name__)
+MISSING_IMAGE = "missing_image"
+"""Code of the error of a row whose image cannot be read now (`packing/prompt_images.py`)."""
 
 
 @dataclass(slots=True)
@@ -56,11 +58,22 @@ class Journaled:
         for key in self.completions:
             self.snapshots.pop(key, None)
 
-    def known(self, entry: Request | Completion) -> Request | Completion:
+    def known(self, entry: Request | Completion) -> Sequence[Request | Completion]:
         """The saved state of an admitted row: the finished row, the request with its saved tokens, or `entry` if nothing is
-        saved. Raises InputError for tokens that were saved for other images."""
+        saved. Samples that were finished stay so if a file of their images is missing now, and each of the others has that error.
+        Raises InputError for tokens that were saved for other images."""
         if isinstance(entry, Completion):
-            return entry
+            if entry.error is None or entry.error.code != MISSING_IMAGE:
+                return (entry,)
+            samples = range(entry.num_samples)
+            saved = [self.completions.get((entry.row_index, sample)) for sample in samples]
+            finished = [done if done is not None and done.image_digest and done.error is None else None for done in saved]
+            if not any(finished):
+                return (entry,)
+            return [done or entry.replace(sample_index=i) for i, done in enumerate(finished)]
+        return (self._of_request(entry),)
+
+    def _of_request(self, entry: Request) -> Request | Completion:
         key = entry.row_index, entry.sample_index
         done, snapshot = self.completions.get(key), self.snapshots.get(key)
         for saved in (done, snapshot):
