@@ -103,7 +103,7 @@ class BlockDrafter(HeadReader):
 
     def _keep(self, batch: FlatBatch, aux_hidden_states: Tensor | None, cache: KVCache) -> None:
         assert aux_hidden_states is not None
-        at = Place(self._rope(batch.positions), batch.slot_mapping)
+        at = Place(self._rope(batch.rope_positions), batch.slot_mapping)
         kv = [self._kv(cache, i) for i in range(self._last + 1)]
         self.head.keep_all(self.head.features(aux_hidden_states), at, kv)
 
@@ -131,11 +131,13 @@ class BlockDrafter(HeadReader):
             out_start=start, out_kv_len=kv_len, out_seen=seen, out_draft_len=out_draft_len,
         )
         tree = TreeTail(ancestors=seen, start=start, max_depth=width - 1)
-        return self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.max_kv, tree)
+        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.max_kv, tree)
+        return batch.read_rows(rows)
 
     def _states(self, batch: FlatBatch, cache: KVCache) -> Tensor:
         """[R * S, H] after the final norm."""
-        at, plans = Place(self._rope(batch.positions), batch.slot_mapping), dict[tuple[int | None, bool], AttentionPlan]()
+        at = Place(self._rope(batch.rope_positions), batch.slot_mapping)
+        plans = dict[tuple[int | None, bool], AttentionPlan]()
         normed, residual = self.head.enter(batch.token_ids, self._residual[: len(batch.token_ids)])
         for i, kind in enumerate(zip(self._windows, self._block.causal, strict=True)):
             if kind not in plans:

@@ -156,7 +156,7 @@ class BlockHead(BoundHead):
     ) -> tuple[Tensor, Tensor]:
         """The embedding alone enters layer 0: it is written to `hidden` [T, H], which becomes the residual stream. It is not
         scaled, whatever the target does: the sources' heads were trained so."""
-        assert images is None, "draft=block is refused with images"
+        assert images is None, "tokens after a prompt are no images"
         torch.index_select(self._embedding, 0, tokens, out=hidden)
         return rms_norm(hidden, self._layers[0].attention.norm, self._eps), hidden
 

@@ -103,7 +103,9 @@ class PardDrafter(DrafterBase):
         device = model.device
         self.draft_len = draft_len
         self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
-        self._chain = None if parallel else WindowDrafter(model, draft_len, slots=slots, window=None, vocab=self._vocab)
+        self._chain = None
+        if not parallel:
+            self._chain = WindowDrafter(model, draft_len, slots=slots, window=None, vocab=self._vocab, sees_images=False)
         widths = range(1, draft_len + 1) if parallel else ()
         self._layout = UniformLayout(slots, widths, device)
         self._ids = [torch.full((slots, k), mask_id or 0, dtype=torch.int32, device=device) for k in widths]
@@ -121,7 +123,7 @@ class PardDrafter(DrafterBase):
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> None:
-        self._model.forward(batch, cache.drafter_part(), kv_only=True)
+        self._model.forward(_of_text(batch), cache.drafter_part(), kv_only=True)
 
     @torch.inference_mode()
     def catch_up(
@@ -134,7 +136,7 @@ class PardDrafter(DrafterBase):
         *,
         prepare_next: bool,
     ) -> None:
-        self._model.forward(batch, cache.drafter_part(), kv_only=True)
+        self._model.forward(_of_text(batch), cache.drafter_part(), kv_only=True)
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -162,6 +164,11 @@ class PardDrafter(DrafterBase):
         draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab, out_confidence=flat).view(num_rows, width))
         if sure is not None and flat is not None:
             sure.copy_(flat.view(num_rows, width))
+
+
+def _of_text(batch: FlatBatch) -> FlatBatch:
+    """The batch as a model reads it that was never shown images: their placeholders as tokens, positions one after another."""
+    return batch if batch.rope is None else replace(batch, rope=None, images=None, next_images=None)
 
 
 class PardDrafterSpec(DrafterSpec[PardModel]):

@@ -137,17 +137,18 @@ class TreeDrafter(ChainDrafter):
         tree = TreeTail(ancestors=masks, start=start, max_depth=steps - 1, depths=self._depths)
         # Their tokens are not known yet: attention only needs their number.
         tokens, max_kv = self._node_ids[:num_rows], page_table.shape[1] * cache.page_size
-        return [
+        levels = [
             self._layout.batch(tokens, by_level[0][level], by_level[1][level], kv_len[level], page_table, max_kv, tree)
             for level in range(steps)
         ]
+        return [level.read_rows(rows) for level in levels]
 
     def _through(self, batch: FlatBatch, nodes: Frontier, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Run every node of a level through the head: its output [R*B, H], and the hidden state that drafts its children."""
         assert batch.tree is not None
         batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
         normed, residual = self.head.enter(nodes.token_ids, hidden)
-        at = Place(self._rope(batch.positions), batch.slot_mapping)
+        at = Place(self._rope(batch.rope_positions), batch.slot_mapping)
         plans = self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])

@@ -33,16 +33,18 @@ class WindowDrafter(NoFeatures):
     prior_chances = PROBABILITIES
 
     def __init__(
-        self, target: Target, draft_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
+        self, target: Target, draft_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None,
+        sees_images: bool = True,
     ) -> None:
         """
         window  number of newest keys that a draft reads, its own included; None: all
         sink    number of first keys that it also reads
         vocab   number of token ids to draft from, the lowest; None: all
+        sees_images  whether prefill gave the model the images of rows; otherwise positions count their placeholders
         """
         device = target.device
         self.draft_len = draft_len
-        self._target, self._window, self._sink, self._vocab = target, window, sink, vocab
+        self._target, self._window, self._sink, self._vocab, self._sees_images = target, window, sink, vocab, sees_images
         self._ids = torch.zeros(slots, draft_len + 1, dtype=torch.int32, device=device)
         self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
         self._positions, self._slots = torch.zeros(2, draft_len * slots, dtype=torch.int64, device=device)
@@ -66,6 +68,8 @@ class WindowDrafter(NoFeatures):
             step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, rows.max_kv)
             step.add_groups(more_tables, cache.page_size)
             step.read_rows(rows)  # as when it verifies
+            if not self._sees_images:
+                step.rope = None
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = later_draws(self.mode, rows, step.row_ids, positions[k], ahead=1, drafts=ids[:, 1:])
             sure = None if self.confidence is None else self.confidence[:num_rows, k]

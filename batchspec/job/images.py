@@ -16,7 +16,6 @@ from batchspec.model.vision.registry import load_vision
 from batchspec.model.weight_checks import check_tensors
 from batchspec.tasks.registry import task_of
 
-DRAFTERS = ("auto", "none", "lookup", "window", "mtp", "eagle3", "hybrid")
 KEYS = ("input.image_root", "input.min_pixels", "input.max_pixels")
 NO_EFFECT = "has no effect without input.columns.images or model.vision; remove the key"
 
@@ -65,8 +64,6 @@ def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelS
     pillow()
     refused = {
         task_of(config).asked: not task_of(config).decodes,
-        f"draft={config.draft.name}": config.draft.name not in DRAFTERS,
-        f"draft.tree.topk={config.draft.tree.topk}": config.draft.tree.topk > 1,
         f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
         "cache.dtype=fp8": config.cache.dtype == "fp8",
         "decode.deterministic=true": config.decode.deterministic,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,9 @@ from batchspec.batch import images
 from batchspec.batch.image_inputs import AxisPositions
 from batchspec.batch.images import rope_positions
 from batchspec.cache.page_tables import RowPages
+from batchspec.checkpoint.files import LocalFiles
+from batchspec.draft.block import BlockDrafter
+from batchspec.draft.block_head import BlockWeights, load_block, open_block
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.head import Head
 from batchspec.draft.hybrid import HybridDrafter
@@ -24,7 +28,10 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
 from batchspec.draft.reader import HeadReader
+from batchspec.draft.shapes import TreeShape
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.engine.prefill.passes import flat_batch
 from batchspec.engine.slots import expected_pages
@@ -33,9 +40,11 @@ from batchspec.images.decode import decode
 from batchspec.images.processor import Fit
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
-from tests.helpers import eagle_reference, mtp_definition
+from tests.draft import test_block, test_pard, test_tree
+from tests.helpers import block_heads, eagle_reference, mtp_definition
+from tests.helpers.block_heads import BlockDesign, random_block, reference_block, write_block
 from tests.helpers.drafting import Proposals, Recording, synthetic
-from tests.helpers.eagle_reference import Design
+from tests.helpers.eagle_reference import Design, reference_tree
 from tests.helpers.engines import DEVICE, packed
 from tests.helpers.heads import Tensors, random_tensors, tiny_design, write_head
 from tests.helpers.image_models import image_engine, image_request, image_target, make_image_model, picture
@@ -45,6 +54,7 @@ A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
 ROWS: tuple[tuple[int | bytes, ...], ...] = ((9,), (A, 7), (5, B, 1, C, 3), (3, picture(100, 20, 5)), (70, C, 2), (C,))
 BATCH = packed(slots=3, max_len=256, num_pages=400, prefill_tokens=64, num_verified=3)
 MASK = 17
+TREE = {"topk": 2, "depth": 3, "nodes": 6}
 DOUBLE = torch.float64
 
 
@@ -118,9 +128,9 @@ def with_own_ids(one: Request, prefix: Sequence[int], first: int) -> list[int]:
 
 
 def rotated(x: Tensor, positions: Tensor, frequency: Tensor, sections: tuple[int, int, int]) -> Tensor:
-    """Rotate the first numbers of each head of x [n, heads, D]; positions [3, more]."""
+    """Rotate the first numbers of each head of x [..., n, heads, D]; positions [3, more]."""
     axes = [axis if axis and j < 3 * sections[axis] else 0 for j, axis in ((j, j % 3) for j in range(len(frequency)))]
-    angle = (positions[axes, : len(x)].T.to(frequency.dtype) * frequency)[:, None]
+    angle = (positions[axes, : x.shape[-3]].T.to(frequency.dtype) * frequency)[:, None]
     cos, sin, half = angle.cos().to(x.dtype), angle.sin().to(x.dtype), len(frequency)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
@@ -173,6 +183,19 @@ class Reference:
         hidden, _ = self.states(one, prefix, ())
         return mtp_definition.reference_drafts(own, with_own_ids(one, prefix, len(layer.embedding)), hidden, count)
 
+    def block(self, design: BlockDesign, tensors: Tensors, prefix: tuple[int, ...], count: int) -> list[int]:
+        one = self.row(prefix)
+        _, taps = self.states(one, prefix, design.taps)
+        assert taps is not None
+        frequency = design.theta ** (-torch.arange(design.head_dim // 2, dtype=DOUBLE) / (design.head_dim // 2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block_heads, "target_taps", lambda *_: torch.cat((taps, taps[:1])))
+            patch.setattr(
+                block_heads, "rope_at",
+                lambda x, places, _: rotated(x, self.positions(one)[:, places], frequency, self.sections),
+            )
+            return reference_block(design, tensors, self.target, prefix, count)[0]
+
     def head(self, draft: Callable[..., list[int]], design: Design, tensors: Tensors, prefix: tuple[int, ...], count: int) -> Any:
         one = self.row(prefix)
         _, taps = self.states(one, prefix, design.taps)
@@ -200,7 +223,7 @@ def drafted(target: Target, drafter: Any, chunk: int, *, kept_images: int = 64) 
     batch = replace(BATCH, prefill_tokens=max(chunk, target.spec.prefill_multiple or 1))
     engine = image_engine(target, drafter, batch, kept_images=kept_images, options=synthetic(3))
     tokens(list(engine.run(rows_of(target, 14))))
-    found: Proposals = drafter.seen
+    found: Proposals = getattr(drafter, "seen", [])
     return found
 
 
@@ -237,8 +260,63 @@ def test_a_parallel_head_drafts_by_its_definition(models: Path, tmp_path: Path) 
 
 
 @pytest.mark.second
+def test_a_tree_is_that_of_the_definition(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_tree, "seen", [])
+    target = image_target(models / "qwen3_vl", DOUBLE)
+    design = tiny_design(target.spec)
+    tensors, shape = random_tensors(design, seed=5), TreeShape(**TREE)
+    drafter = test_tree.Recorded(head_of(tmp_path, target, design, tensors), target, shape, slots=3)
+    drafted(target, drafter, 23)
+    reference, draft = Reference(target, rows_of(target, 14)), partial(_tree_of, reference_tree)
+    check(test_tree.seen, lambda *asked: reference.head(draft, design, tensors, *asked))  # type: ignore[arg-type]
+
+
+def _tree_of(grow: Any, *asked: Any) -> Any:
+    return grow(*asked[:-1], **TREE)
+
+
+@pytest.mark.second
+def test_a_block_is_that_of_the_definition(models: Path, tmp_path: Path) -> None:
+    target = image_target(models / "qwen3_vl", DOUBLE)
+    design, requests = block_design(target), rows_of(target, 14)
+    tensors = random_block(design, seed=2)
+    drafter = test_block.Recorded(block_of(tmp_path, target, design, tensors), target, 3, slots=3)
+    drafted(target, drafter, 23)
+    seen, reference = [(prefix, drafts) for prefix, room, drafts, _ in drafter.seen if room >= 3], Reference(target, requests)
+    check(seen, lambda prefix, count: reference.block(design, tensors, prefix, count))
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_small_language_model_drafts_after_the_placeholders_as_text(
+    parallel: bool, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = image_target(models / "qwen3_vl", DOUBLE)
+    monkeypatch.setattr(test_pard, "VOCAB", target.spec.vocab_size)
+    folder = test_pard.write(tmp_path, vocab=target.spec.vocab_size)
+    drafter = test_pard.Recorded(pard_of(folder, target), target.spec, 3, slots=3, parallel=parallel)
+    reference = partial(test_pard.reference_drafts, folder, parallel=parallel)
+    check(drafted(target, drafter, 23), lambda prefix, count: reference(list(prefix), count))
+
+
+def block_design(target: Target) -> BlockDesign:
+    return BlockDesign(
+        hidden=target.spec.hidden_size, vocab=target.spec.vocab_size, taps=(0, 2), mask_id=MASK, draft_vocab=40, windows=(8, None)
+    )
+
+
+def block_of(folder: Path, target: Target, design: BlockDesign, tensors: Tensors) -> BlockWeights:
+    write_block(folder, design, tensors)
+    return load_block(folder, open_block(LocalFiles(folder), target.spec), dtype=target.dtype, device=DEVICE)
+
+
+def pard_of(folder: Path, target: Target) -> PardModel:
+    return load_pard(folder, read_pard(folder, target.spec), dtype=target.dtype, device=DEVICE)
+
+
+@pytest.mark.second
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)])
-@pytest.mark.parametrize("name", ["mtp", "eagle3", "hybrid", "parallel"])
+@pytest.mark.parametrize("name", ["mtp", "eagle3", "hybrid", "parallel", "tree", "block", "pard"])
 def test_tokens_are_those_without_drafts(
     name: str, sampling: SamplingParams, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +326,7 @@ def test_tokens_are_those_without_drafts(
     requests = rows_of(target, 24 if sampling.temperature else 64, sampling=sampling, predicted=2)
     expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
     preempted = 0
-    for pages in (400, 50 if sampling.temperature else 60):
+    for pages in (400, 40 if sampling.temperature else 50):
         drafter = drafter_named(name, models, target, tmp_path / str(pages))
         batch = replace(BATCH, num_pages=pages, prefill_tokens=target.spec.prefill_multiple or 23)
         engine = image_engine(target, drafter, batch, kept_images=8)
@@ -262,10 +340,18 @@ def test_tokens_are_those_without_drafts(
 def drafter_named(name: str, models: Path, target: Target, folder: Path) -> Any:
     if name == "mtp":
         return mtp_drafter(models / "qwen3_5", target, 3)
+    if name == "pard":
+        folder = test_pard.write(folder, vocab=target.spec.vocab_size)
+        return PardDrafter(pard_of(folder, target), target.spec, 3, slots=3, parallel=True)
+    if name == "block":
+        of_block = block_design(target)
+        return BlockDrafter(block_of(folder, target, of_block, random_block(of_block)), target, 3, slots=3)
     design = tiny_design(target.spec, mask_id=MASK if name == "parallel" else None)
     head = head_of(folder, target, design, random_tensors(design))
     if name == "parallel":
         return ParallelDrafter(head, target, 3, slots=3)
+    if name == "tree":
+        return TreeDrafter(head, target, TreeShape(**TREE), slots=3)
     chain = ChainDrafter(head, target, 3, slots=3)
     lookup = LookupDrafter(3, min_ngram=1, max_ngram=3)
     return chain if name == "eagle3" else HybridDrafter(chain, lookup, slots=3, device=DEVICE)

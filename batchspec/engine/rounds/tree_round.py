@@ -74,7 +74,7 @@ class TreeRound(Round):
         if parents is None:
             return super()._verify(rows, mode, drafts, num_positions, shared)
         num_rows, ids = rows.live.shape[0], self._node_ids[: rows.live.shape[0]]
-        chain = self.inputs.uniform(rows, depth)
+        chain = self.inputs.uniform(rows, depth).read_rows(rows)
         ids[:, 0] = self.inputs.ids(num_rows, depth)[:, 0]
         nodes = self._nodes(rows, ids, parents)
         nodes.read_rows(rows).shared = shared
