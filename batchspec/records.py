@@ -177,14 +177,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePiece:
-    """An image of a prompt: its tokens, all placeholders, and what its embeddings are made of. Samples of a row share it."""
+    """An image of a prompt: its tokens, and what the embeddings of its placeholders are made of. Samples of a row share it."""
 
     begin: int
     length: int
     """Its tokens are begin .. begin+length-1 of prompt_ids."""
     rows: int
     cols: int
-    """Its embeddings, row by row: rows * cols = length."""
+    """Its embeddings, row by row, each in the place of a token. The other tokens stay text: after each row as many."""
+    advance: int
+    """Positions that rotary embedding counts for it."""
     height: int
     width: int
     """Pixels after resizing."""
@@ -195,10 +197,15 @@ class ImagePiece:
     source: bytes = field(repr=False, compare=False)
     """The encoded image."""
 
-    @property
-    def advance(self) -> int:
-        """Positions that rotary embedding counts for it, where positions have three axes."""
-        return max(self.rows, self.cols)
+    def rows_before(self, token: int) -> int:
+        """Number of its embeddings before its token of this number, 0 .. length."""
+        row, col = divmod(token, self.length // self.rows)
+        return row * self.cols + min(col, self.cols)
+
+    def embedded(self, first: int, last: int) -> NDArray[np.int64]:
+        """Those of its tokens first .. last-1 that read an embedding."""
+        tokens = np.arange(first, last)
+        return tokens[tokens % (self.length // self.rows) < self.cols]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

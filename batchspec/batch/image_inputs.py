@@ -13,25 +13,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AxisPositions:
-    """RoPE positions along three axes (time, height, width). Each frequency reads one axis (mRoPE, interleaved).
+    """RoPE positions along three axes (time, height, width). Each frequency reads one axis (mRoPE).
 
-    Source: Qwen2-VL (arXiv 2409.12191), section 2.1; transformers, models/qwen3_vl (recomposition_frequencies).
+    Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
     """
 
     values: Tensor
     """int64 [3, T]"""
-    sections: tuple[int, int, int]
-    """mrope_section: how many frequencies read each axis: 1, 4, 7, ... the height, 2, 5, 8, ... the width, others the time."""
+    axes: tuple[int, ...]
+    """The axis that each frequency reads, 0 to 2; more frequencies than these read the time."""
 
     def of_frequencies(self, count: int) -> Tensor:
         """int64 [T, count]: the position that each frequency reads."""
-        axes = torch.zeros(count, dtype=torch.int64)
-        for axis in (1, 2):
-            axes[axis : 3 * self.sections[axis] : 3] = axis
-        return self.values[axes.to(self.values.device)].T
+        axes = [*self.axes[:count], *[0] * (count - len(self.axes))]
+        return self.values[torch.tensor(axes).to(self.values.device)].T
 
     def select(self, places: Tensor) -> AxisPositions:
-        return AxisPositions(self.values.index_select(1, places), self.sections)
+        return AxisPositions(self.values.index_select(1, places), self.axes)
 
 
 @dataclass(frozen=True, slots=True)

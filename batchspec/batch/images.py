@@ -29,8 +29,8 @@ class ImageEncoder(Protocol):
     """The part of a model that encodes images (`model/vision/`)."""
 
     @property
-    def sections(self) -> tuple[int, int, int]:
-        """As `AxisPositions.sections`."""
+    def axes(self) -> tuple[int, ...]:
+        """As `AxisPositions.axes`; (): tokens of images have positions as those of text."""
 
     def encode(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """Of each image, uint8 [height, width, 3] of a size that the model reads, its rows [tokens, 1 + D, H]: see
@@ -69,11 +69,13 @@ class ImagesOnDevice:
 
     def inputs(
         self, segments: Segments, *, shifted: bool = False
-    ) -> tuple[AxisPositions, ImageInputs | None, ImageInputs | None]:
-        """The positions of a pass over these segments; what its tokens of images read, and (shifted) what tokens read whose next
-        token is one of an image; None if it has no such token. Encodes images that were not yet."""
+    ) -> tuple[AxisPositions | None, ImageInputs | None, ImageInputs | None]:
+        """The positions of a pass over these segments, None if tokens count them; what its tokens of images read, and (shifted)
+        what tokens read whose next token is one of an image; None if it has no such token. Encodes images that were not yet."""
         positions = [rope_positions(self._images.get(slot, ()), begin, end) for slot, begin, end in segments]
-        axes = AxisPositions(upload(np.concatenate(positions, 1), torch.int64, self._device), self._encoder.sections)
+        axes = None
+        if self._encoder.axes:
+            axes = AxisPositions(upload(np.concatenate(positions, 1), torch.int64, self._device), self._encoder.axes)
         own = list(self._found(segments))
         following = list(self._found([(slot, begin + 1, end + 1) for slot, begin, end in segments])) if shifted else []
         rows = self._encoded([(found.piece, found.pixels) for found in (*own, *following)])
@@ -84,9 +86,9 @@ class ImagesOnDevice:
     def _inputs(self, found: Sequence[_Found], rows: Mapping[bytes, Tensor]) -> ImageInputs | None:
         if not found:
             return None
-        places = np.concatenate([one.flat + np.arange(one.last - one.first) for one in found])
-        parts = [rows[one.piece.digest][one.first : one.last] for one in found]
-        return ImageInputs(upload(places, torch.int64, self._device), torch.cat(parts))
+        places = np.concatenate([one.flat + one.piece.embedded(one.first, one.last) - one.first for one in found])
+        parts = [rows[one.piece.digest][one.piece.rows_before(one.first) : one.piece.rows_before(one.last)] for one in found]
+        return ImageInputs(upload(places, torch.int64, self._device), torch.cat(parts)) if len(places) else None
 
     def _found(self, segments: Segments) -> Iterator[_Found]:
         """The images that have tokens in these segments."""

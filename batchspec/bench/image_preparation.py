@@ -45,7 +45,7 @@ def piece_of(data: bytes, number: int) -> ImagePiece:
     fit = PROCESSOR.fit(header.height, header.width)
     rows, cols = PROCESSOR.grid(fit)
     return ImagePiece(
-        begin=0, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
+        begin=0, length=rows * cols, rows=rows, cols=cols, advance=rows + cols, height=fit.height, width=fit.width,
         encoded_pixels=header.height * header.width, digest=number.to_bytes(16), source=data,
     )
 

@@ -94,6 +94,14 @@ class ImageProcessor:
         """Rows and columns of its tokens."""
         return fit.height // self.multiple, fit.width // self.multiple
 
+    def tokens(self, rows: int, cols: int) -> NDArray[np.int32]:
+        """int32 [.] the tokens of an image of so many rows and columns of embeddings."""
+        return np.full(rows * cols, self.placeholder, np.int32)
+
+    def advance(self, rows: int, cols: int) -> int:
+        """Positions that rotary embedding counts for it: Qwen2-VL (arXiv 2409.12191), section 2.1."""
+        return max(rows, cols)
+
     def digest(self, data: bytes, fit: Fit) -> bytes:
         """16 bytes that determine the pixels: of the encoded image and of the size to which it is resized."""
         size = fit.height.to_bytes(4, "little") + fit.width.to_bytes(4, "little")

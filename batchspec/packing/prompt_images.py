@@ -120,14 +120,13 @@ class PromptImages:
                 "text must not hold the placeholder, and the chat template must write one for each image; correct the row",
             )
         pieces, processor = list[ImagePiece](), self.processor_of(row)
-        lengths = np.ones(len(ids), np.int64)
-        begin = shift = 0
+        parts, shift, after = list[Ids](), 0, 0
         for number, (place, data) in enumerate(zip(places.tolist(), images, strict=True), 1):
-            begin = place + shift
-            pieces.append(_piece(processor, data, begin, number))
-            lengths[place] = pieces[-1].length
-            shift += pieces[-1].length - 1
-        return Prompt(np.repeat(ids, lengths), tuple(pieces))
+            piece = _piece(processor, data, place + shift, number)
+            parts += [ids[after:place], processor.tokens(piece.rows, piece.cols)]
+            pieces.append(piece)
+            shift, after = shift + piece.length - 1, place + 1
+        return Prompt(np.concatenate([*parts, ids[after:]]), tuple(pieces))
 
 
 def _piece(processor: ImageProcessor, data: bytes, begin: int, number: int) -> ImagePiece:
@@ -138,7 +137,8 @@ def _piece(processor: ImageProcessor, data: bytes, begin: int, number: int) -> I
         raise BadRow(error.code, f"image {number}: {error}") from None
     rows, cols = processor.grid(fit)
     return ImagePiece(
-        begin=begin, length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
+        begin=begin, length=len(processor.tokens(rows, cols)), rows=rows, cols=cols, advance=processor.advance(rows, cols),
+        height=fit.height, width=fit.width,
         encoded_pixels=header.height * header.width, digest=processor.digest(data, fit), source=data,
     )
 

@@ -15,7 +15,7 @@ from batchspec.records import ImagePiece
 from tests.helpers.engines import request
 
 PAD = 301
-PIECE = partial(ImagePiece, encoded_pixels=0, rows=1, cols=1, height=0, width=0, source=b"")
+PIECE = partial(ImagePiece, advance=1, encoded_pixels=0, rows=1, cols=1, height=0, width=0, source=b"")
 
 
 @settings(max_examples=300)

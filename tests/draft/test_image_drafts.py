@@ -127,10 +127,9 @@ def with_own_ids(one: Request, prefix: Sequence[int], first: int) -> list[int]:
     return ids
 
 
-def rotated(x: Tensor, positions: Tensor, frequency: Tensor, sections: tuple[int, int, int]) -> Tensor:
+def rotated(x: Tensor, positions: Tensor, frequency: Tensor, axes: Sequence[int]) -> Tensor:
     """Rotate the first numbers of each head of x [..., n, heads, D]; positions [3, more]."""
-    axes = [axis if axis and j < 3 * sections[axis] else 0 for j, axis in ((j, j % 3) for j in range(len(frequency)))]
-    angle = (positions[axes, : x.shape[-3]].T.to(frequency.dtype) * frequency)[:, None]
+    angle = (positions[axes[: len(frequency)], : x.shape[-3]].T.to(frequency.dtype) * frequency)[:, None]
     cos, sin, half = angle.cos().to(x.dtype), angle.sin().to(x.dtype), len(frequency)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
@@ -141,14 +140,14 @@ class ImageMtp(mtp_definition.Mtp):
     """An MTP layer for one row with images."""
 
     positions: Tensor | None = None
-    sections: tuple[int, int, int] = (0, 0, 0)
+    axes: tuple[int, ...] = ()
 
     def _rotated(self, x: Tensor) -> Tensor:
         assert self.positions is not None
         rope = self.config["rope_parameters"]
         size = int(self.config["head_dim"] * rope["partial_rotary_factor"])
         frequency = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-        return rotated(x, self.positions, frequency, self.sections)
+        return rotated(x, self.positions, frequency, self.axes)
 
 
 class Reference:
@@ -166,9 +165,9 @@ class Reference:
         return torch.from_numpy(rope_positions(one.images, 0, 256))
 
     @property
-    def sections(self) -> tuple[int, int, int]:
+    def axes(self) -> tuple[int, ...]:
         assert self.target.image_encoder is not None
-        return self.target.image_encoder.sections
+        return self.target.image_encoder.axes
 
     def states(self, one: Request, prefix: Sequence[int], taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Of all tokens of a beginning but the last."""
@@ -178,7 +177,7 @@ class Reference:
         one, layer = self.row(prefix), mtp_definition.read_mtp(folder)
         embedding = torch.cat((layer.embedding, image_rows(self.target, one)))
         own = ImageMtp(
-            layer.tensors, embedding, layer.output, layer.config, positions=self.positions(one), sections=self.sections
+            layer.tensors, embedding, layer.output, layer.config, positions=self.positions(one), axes=self.axes
         )
         hidden, _ = self.states(one, prefix, ())
         return mtp_definition.reference_drafts(own, with_own_ids(one, prefix, len(layer.embedding)), hidden, count)
@@ -192,7 +191,7 @@ class Reference:
             patch.setattr(block_heads, "target_taps", lambda *_: torch.cat((taps, taps[:1])))
             patch.setattr(
                 block_heads, "rope_at",
-                lambda x, places, _: rotated(x, self.positions(one)[:, places], frequency, self.sections),
+                lambda x, places, _: rotated(x, self.positions(one)[:, places], frequency, self.axes),
             )
             return reference_block(design, tensors, self.target, prefix, count)[0]
 
@@ -204,7 +203,7 @@ class Reference:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(eagle_reference, "target_taps", lambda *_: taps)
             patch.setattr(
-                eagle_reference, "rope", lambda x, theta: rotated(x, self.positions(one), frequency, self.sections)
+                eagle_reference, "rope", lambda x, theta: rotated(x, self.positions(one), frequency, self.axes)
             )
             return draft(design, tensors, table, with_own_ids(one, prefix, len(self.target.embedding)), count)
 

@@ -40,8 +40,16 @@ TEMPLATE = CHAT_TEMPLATE.replace(
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}",
 )
-VISION: dict[str, dict[str, Any]] = {"qwen3_5": {}, "qwen3_5_moe": {}, "qwen3_vl": {"deepstack_visual_indexes": [2, 0]}}
+GRID = {"num_position_embeddings": 25}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen3_5": GRID, "qwen3_5_moe": GRID, "qwen3_vl": {**GRID, "deepstack_visual_indexes": [2, 0]},
+    "qwen2_5_vl": {"window_size": 25, "fullatt_block_indexes": [1]},
+}
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "hidden_size": 64, "num_hidden_layers": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    },
     "qwen3_vl": {
         "hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3,
         "rope_parameters": {
@@ -69,8 +77,7 @@ def make_image_model(
 ) -> Path:
     """A random model of this kind with its tokenizer, chat template and preprocessor_config.json. mtp: with an MTP layer."""
     vision: dict[str, Any] = {
-        "depth": 3, "num_heads": 2, "hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 64,
-        "num_position_embeddings": 25, "initializer_range": 0.2,
+        "depth": 3, "num_heads": 2, "hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 64, "initializer_range": 0.2,
         "patch_size": 4, **VISION[kind],
     }
     text = {**SHAPES[kind], "max_position_embeddings": 1024, **(SAYS_MTP if mtp else {})}
@@ -123,13 +130,15 @@ def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, 
         header = read_header(part)
         fit = processor.fit(header.height, header.width)
         rows, cols = processor.grid(fit)
+        tokens = processor.tokens(rows, cols).tolist()
         pieces.append(
             ImagePiece(
-                begin=len(ids), length=rows * cols, rows=rows, cols=cols, height=fit.height, width=fit.width,
+                begin=len(ids), length=len(tokens), rows=rows, cols=cols, advance=processor.advance(rows, cols),
+                height=fit.height, width=fit.width,
                 encoded_pixels=header.height * header.width, digest=processor.digest(part, fit), source=part,
             )
         )
-        ids += [PAD] * (rows * cols)
+        ids += tokens
     return replace(request(index, ids, cap=cap, **more), images=tuple(pieces))
 
 

@@ -180,6 +180,7 @@ _VISION: dict[str, Any] = {
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 8,
     },
     "gemma4_unified_vision": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 8},
+    "qwen2_5_vl_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4, "window_size": 16},
     "qwen3_vl_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_moe_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
@@ -187,7 +188,7 @@ _VISION: dict[str, Any] = {
 _WRAPPED = {
     "gemma3": ("gemma3_text", "siglip_vision_model"), "mistral3": ("mistral", "pixtral"),
     "gemma4": ("gemma4_text", "gemma4_vision"), "gemma4_unified": ("gemma4_unified_text", "gemma4_unified_vision"),
-    "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision"),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision"), "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"), "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
 }
 

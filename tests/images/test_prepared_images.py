@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 def piece(seed: int, height: int = 40, width: int = 56, *, data: bytes | None = None) -> ImagePiece:
     source = picture(32, 50, seed) if data is None else data
     return ImagePiece(
-        begin=0, length=1, rows=1, cols=1, height=height, width=width, encoded_pixels=1,
+        begin=0, length=1, rows=1, cols=1, advance=1, height=height, width=width, encoded_pixels=1,
         digest=f"{seed} {height} {width}".encode(), source=source,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,16 +24,19 @@ from batchspec.batch.images import rope_positions
 from batchspec.errors import CheckpointError
 from batchspec.images.decode import decode
 from batchspec.images.header import read_header
-from batchspec.model.vision import qwen3_vl
+from batchspec.model.spec import load_spec
+from batchspec.model.vision import encoder as module
 from batchspec.model.vision.blocks import grid_positions, merge_order
+from batchspec.model.vision.qwen2_5_vl import window_order
 from batchspec.model.vision.registry import load_vision
-from batchspec.model.vision.spec import VisionSpec
+from batchspec.model.vision.spec import MOST_PATCHES, VisionSpec
 from batchspec.model.weights import Checkpoint
 from batchspec.records import ImagePiece
 from tests.helpers.image_models import inputs_of, make_image_model, picture, theirs
 
 CPU = torch.device("cpu")
-KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+QWEN3 = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+KINDS = (*QWEN3, "qwen2_5_vl")
 SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (50, 70), (8, 120))
 
 
@@ -52,10 +56,10 @@ def pixels(spec: VisionSpec, data: bytes) -> np.ndarray[Any, Any]:
     return decode(data, spec.processor.fit(header.height, header.width))
 
 
-@pytest.mark.parametrize("most", [qwen3_vl.MOST_PATCHES, 100])
+@pytest.mark.parametrize("most", [MOST_PATCHES, 100])
 def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone or with others; the deepstack of Qwen3-VL too."""
-    monkeypatch.setattr(qwen3_vl, "MOST_PATCHES", most)
+    monkeypatch.setattr(module, "MOST_PATCHES", most)
     spec, encoder = built(folder)
     images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
     model, processor = theirs(folder), cast(Any, Qwen2VLImageProcessorPil.from_pretrained(folder))
@@ -72,10 +76,10 @@ def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, mo
 
 
 def test_the_operations_of_a_vision_encoder_are_those_that_torch_counts(folder: Path) -> None:
-    """In transformers' encoder, whose attention is two products."""
+    """In transformers' encoder, whose attention is two products; of an image of whole windows."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = inputs_of(folder, [], [picture(60, 100)])
+    inputs = inputs_of(folder, [], [picture(48, 72)])
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         theirs(folder).model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
     assert load_vision(folder).flop(len(inputs["pixel_values"])) == counter.get_total_flops()
@@ -85,9 +89,10 @@ def test_the_tensors_of_a_vision_encoder_are_those_that_transformers_saves(folde
     from safetensors import safe_open
 
     with safe_open(folder / "model.safetensors", "pt") as file:
-        names = [name for name in file.keys() if name.startswith("model.visual.")]  # noqa: SIM118
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    assert {f"model.visual.{tensor.name}": tensor.shape for tensor in load_vision(folder).tensors()} == stored
+        every = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    stored = {name: every[saved] for name, saved in load_vision(folder).own("", {name: name for name in every}).items()}
+    assert {tensor.name: tensor.shape for tensor in load_vision(folder).tensors()} == stored
+    assert len(stored) == sum("visual." in name or "vision" in name or "projector" in name for name in every)
     assert load_vision(folder).weight_bytes(torch.float32) == sum(4 * int(np.prod(shape)) for shape in stored.values())
 
 
@@ -141,7 +146,7 @@ def test_positions_are_those_of_transformers_wherever_a_prompt_is_cut(layout: li
     for part in parts:
         length = part if isinstance(part, int) else part[0] * part[1]
         if not isinstance(part, int):
-            pieces.append(of_size(begin=begin, length=length, rows=part[0], cols=part[1]))
+            pieces.append(of_size(begin=begin, length=length, rows=part[0], cols=part[1], advance=max(part)))
         kinds += [int(not isinstance(part, int))] * length
         begin += length
     grids = torch.tensor([[1, 2 * piece.rows, 2 * piece.cols] for piece in pieces])
@@ -171,6 +176,25 @@ def test_positions_are_those_of_transformers_wherever_a_prompt_is_cut(layout: li
 def test_a_key_that_changes_what_a_vision_encoder_computes_is_refused(
     part: str, keys: Any, said: str, folder: Path, tmp_path: Path
 ) -> None:
+    if folder.name not in QWEN3:
+        pytest.skip("its keys have a test of their own")
+    refused_key(folder, tmp_path, part, keys, said)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"window_size": 7}, "window_size=7 must be at least 8"), ({"fullatt_block_indexes": [3]}, "different layers"),
+        ({"hidden_act": "relu"}, "hidden_act"), ({"num_heads": 5}, "num_heads=5 does not divide"),
+        ({"deepstack_visual_indexes": [1]}, "is unknown"), ({"out_hidden_size": 32}, "is not the hidden_size"),
+    ],
+)  # fmt: skip
+def test_a_key_of_qwen2_5_vl_that_changes_what_is_computed_is_refused(keys: Any, said: str, tmp_path: Path) -> None:
+    make_image_model(tmp_path / "model", "qwen2_5_vl")
+    refused_key(tmp_path / "model", tmp_path, "vision_config", keys, said)
+
+
+def refused_key(folder: Path, tmp_path: Path, part: str, keys: Any, said: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (config[part] if part else config).update(keys)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -183,4 +207,52 @@ def test_a_key_that_changes_what_a_vision_encoder_computes_is_refused(
 def test_a_folder_without_a_preprocessor_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"no preprocessor_config\.json"):
+        load_vision(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("qwen2_5_vl", {"window": 4}), ("qwen2_5_vl", {"whole": ()}), ("qwen2_5_vl", {"whole": (0,)}),
+        ("qwen2_5_vl", {"act": "none"}), ("qwen2_5_vl", {"theta": 9_000.0}),
+        ("qwen3_vl", {"deepstack": (0, 2)}), ("qwen3_vl", {"gelu": "none"}),
+    ],
+)  # fmt: skip
+def test_another_shape_of_the_same_weights_encodes_something_else(kind: str, wrong: Any, tmp_path: Path) -> None:
+    """What the comparison with transformers would miss if it were too coarse."""
+    make_image_model(tmp_path, kind)
+    spec, encoder = built(tmp_path)
+    image = [pixels(spec, picture(60, 68))]
+    with Checkpoint(tmp_path, spec, dtype=torch.float32, device=CPU) as weights:
+        other = replace(spec, **wrong).build(weights)
+    assert (encoder.encode(image)[0] - other.encode(image)[0]).abs().max() > 1e-3
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
+def test_windows_hold_each_token_of_an_image_once(rows: int, cols: int, side: int) -> None:
+    from transformers.vision_utils import get_vision_window_index
+
+    places, sizes = window_order((rows, cols), side)
+    grid = torch.tensor([[1, 2 * rows, 2 * cols]])
+    expected, ends = get_vision_window_index(grid, spatial_merge_size=2, window_size=2 * 4 * side, patch_size=4)
+    assert places.tolist() == expected.tolist()
+    assert [0, *np.cumsum(sizes).tolist()] == (ends // 4).tolist()
+
+
+def test_published_files_of_qwen2_5_vl_have_the_keys_of_the_language_model_beside_those_of_the_encoder(tmp_path: Path) -> None:
+    make_image_model(tmp_path, "qwen2_5_vl")
+    expected, text = load_vision(tmp_path), load_spec(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    inner = config.pop("text_config")
+    rope = inner.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    config |= {**inner, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    config |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    config["vision_config"] |= {"in_chans": 3, "spatial_patch_size": 4, "tokens_per_second": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_vision(tmp_path) == expected
+    assert load_spec(tmp_path) == text
+    config["rope_scaling"]["mrope_section"] = [2, 3, 2]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="three numbers with the sum 8"):
         load_vision(tmp_path)

@@ -109,12 +109,18 @@ class Wrapper:
     """Whether text_config.model_type, where it is given, names the family; otherwise transformers does not read it."""
     text_defaults: Json = field(default_factory=dict)
     """Values of missing keys of text_config where they are not the family's."""
+    may_be_flat: bool = False
+    """Whether files may have the keys of the language model beside vision_config."""
 
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text"),
     "gemma4_unified": Wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
+    "qwen2_5_vl": Wrapper(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2", may_be_flat=True,
+        text_defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+    ),
     "qwen3_vl": Wrapper(
         "Qwen3VLForConditionalGeneration", "qwen3", text_defaults={"rope_theta": 5e5, "max_position_embeddings": 128_000},
     ),
@@ -185,13 +191,15 @@ def assistant_text(values: Json, where: str) -> Json:
 
 def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
     """The keys of the language model."""
-    if "text_config" not in config.objects():
+    is_flat = wrapper.may_be_flat and "text_config" not in config.objects()
+    if not is_flat and "text_config" not in config.objects():
         raise config.refusal(f"{config.shown('model_type')} needs text_config with the keys of its language model; correct it")
-    text = config.part("text_config")
+    text = config if is_flat else config.part("text_config")
     for key in _OF_IMAGES:
         config.given(key)  # it counts as read, although nothing depends on it
     kind = text.text("model_type", wrapper.text) if wrapper.text_varies else wrapper.text
-    return text.under(config, _OF_THE_MODEL).replaced(model_type=kind).filled(wrapper.text_defaults)
+    text = text.replaced(architectures=None, vision_config=None) if is_flat else text.under(config, _OF_THE_MODEL)
+    return text.replaced(model_type=kind).filled(wrapper.text_defaults)
 
 
 def class_has_output(config: ConfigReader) -> bool:

@@ -10,31 +10,26 @@ Source: transformers 5, models/qwen3_vl and models/qwen3_5 (Qwen3VLVisionModel).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.batch.upload import upload
-from batchspec.checkpoint.config_values import ConfigReader, Json
+from batchspec.checkpoint.config_values import ConfigReader, Ranges
 from batchspec.images.processor import read_processor
 from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
 from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant.base import Weights
-from batchspec.model.vision.blocks import AttentionWithin, axial_angles, grid_positions, merge_order
-from batchspec.model.vision.spec import VisionSpec
+from batchspec.model.vision.blocks import AttentionWithin, axial_angles, grid_positions
+from batchspec.model.vision.encoder import PatchEncoder, Patches
+from batchspec.model.vision.spec import VisionFiles, VisionSpec
 
 EPS = 1e-6
-MOST_PATCHES = 16_384
-"""Images are encoded together up to so many patches; a larger one alone."""
 GELU: dict[str, Literal["none", "tanh"]] = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
-_INTEGERS = {
+INTEGERS: Ranges = {
     "depth": (1, 1024), "num_heads": (1, 2**12), "in_channels": (1, 16), "patch_size": (1, 256), "spatial_merge_size": (1, 16),
     "temporal_patch_size": (1, 16), "out_hidden_size": (1, 2**20), "num_position_embeddings": (4, 2**24),
     "deepstack_visual_indexes": (0, 1023), "image_token_id": (0, 2**31 - 1), "mrope_section": (0, 2**12),
@@ -45,28 +40,19 @@ _SHAPE = {
     "num_position_embeddings": 2304,
 }
 """vision_config without a key: transformers' defaults."""
-_UNREAD = ("model_type", "initializer_range", "dtype", "torch_dtype", "transformers_version", "architectures")
+UNREAD = ("model_type", "initializer_range", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VlSpec(VisionSpec):
     """The shape of the ViT."""
 
-    depth: int
-    size: int
-    """E"""
-    heads: int
-    inner: int
-    """Numbers between the two products of an MLP."""
     gelu: Literal["none", "tanh"]
-    hidden_size: int
-    """H"""
     num_positions: int
     """Rows of the learned grid, a square."""
     deepstack: tuple[int, ...] = ()
     """deepstack_visual_indexes: layers of the ViT whose outputs each have a merger, in the order of deepstack_merger_list. The
     outputs are added after text layers 0, 1, ... in the order of the ViT's layers."""
-    theta: float = 10_000.0
 
     def tensors(self) -> Iterator[TensorSpec]:
         processor, size = self.processor, self.size
@@ -88,11 +74,6 @@ class Qwen3VlSpec(VisionSpec):
     def row_bytes(self, dtype: torch.dtype) -> int:
         return dtype.itemsize * (1 + len(self.deepstack)) * self.hidden_size
 
-    def activation_bytes(self, dtype: torch.dtype) -> int:
-        processor = self.processor
-        most = max(MOST_PATCHES, processor.max_pixels // processor.patch**2)
-        return most * (dtype.itemsize * (8 * self.size + 2 * self.inner) + 4 * (3 * processor.patch**2 * processor.frames))
-
     def flop(self, patches: int) -> float:
         size, wide = self.size, self.size * self.processor.merge**2
         weights = size * 3 * self.processor.frames * self.processor.patch**2 + self.depth * (4 * size**2 + 2 * size * self.inner)
@@ -113,21 +94,18 @@ def _linear(name: str, rows: int, k: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{name}.bias", (rows,), "bias")
 
 
-def read_qwen3_vl(
-    values: Json, where: str, preprocessor: Json, preprocessor_where: str, *, sections: tuple[int, ...],
-    deepstack: tuple[int, ...] = (),
-) -> VisionSpec:
+def read_qwen3_vl(files: VisionFiles, *, sections: tuple[int, ...], deepstack: tuple[int, ...] = ()) -> VisionSpec:
     """The vision encoder that config.json and preprocessor_config.json describe.
 
     sections, deepstack  what counts without mrope_section and deepstack_visual_indexes
     Raises CheckpointError for a missing or unknown key, and for what is not supported.
     """
-    config = ConfigReader(values, where).ranged(_INTEGERS)
-    own = config.part("vision_config").ranged(_INTEGERS).filled(_SHAPE)
+    config = files.config.ranged(INTEGERS)
+    own = config.part("vision_config").ranged(INTEGERS).filled(_SHAPE)
     given = own.integers("deepstack_visual_indexes")
     deepstack = deepstack if given is None else given
     rope = own.part("rope_parameters") if "rope_parameters" in own.objects() else None
-    known = {*_SHAPE, *_UNREAD, "deepstack_visual_indexes", "rope_parameters"}
+    known = {*_SHAPE, *UNREAD, "deepstack_visual_indexes", "rope_parameters"}
     if unknown := [key for key in own if key not in known and own.given(key)]:
         raise own.refusal(f"{own.shown(unknown[0])} is unknown; remove the key if it changes nothing")
     act, size, heads = own.text("hidden_act"), own.integer("hidden_size"), own.integer("num_heads")
@@ -150,91 +128,59 @@ def read_qwen3_vl(
     if placeholder >= text.integer("vocab_size"):
         raise config.refusal(f"image_token_id={placeholder} is outside the vocabulary; correct it")
     processor = read_processor(
-        preprocessor, preprocessor_where, patch=own.integer("patch_size"), merge=own.integer("spatial_merge_size"),
+        files.preprocessor, files.preprocessor_where, patch=own.integer("patch_size"), merge=own.integer("spatial_merge_size"),
         frames=own.integer("temporal_patch_size"), placeholder=placeholder,
     )
     return Qwen3VlSpec(
-        processor=processor, sections=_sections(text, sections), depth=own.integer("depth"), size=size, heads=heads,
+        processor=processor, axes=interleaved(_sections(text, sections)), depth=own.integer("depth"), size=size, heads=heads,
         inner=own.integer("intermediate_size"), gelu=GELU[act], hidden_size=hidden,
         num_positions=num_positions, deepstack=deepstack,
         theta=10_000.0 if rope is None else rope.number("rope_theta", 10_000.0),
     )
 
 
-def _sections(text: ConfigReader, usual: tuple[int, ...]) -> tuple[int, int, int]:
+def _sections(text: ConfigReader, usual: tuple[int, ...]) -> tuple[int, ...]:
     """The numbers of frequencies that read each axis of positions."""
     name = "rope_scaling" if text.differs("rope_scaling", None, {}) else "rope_parameters"
-    rope = text.part(name).ranged(_INTEGERS) if name in text.objects() else None
+    rope = text.part(name).ranged(INTEGERS) if name in text.objects() else None
     found = usual if rope is None else rope.integers("mrope_section") or usual
     if len(found) != 3 or (rope is not None and not rope.flag("mrope_interleaved", True)):
         raise text.refusal(f"{name}.mrope_section must be three numbers, and mrope_interleaved true; correct it")
-    return found[0], found[1], found[2]
+    return found
 
 
-class Qwen3VlEncoder:
-    """An `ImageEncoder`. All images of a call are computed together, in passes of up to MOST_PATCHES patches."""
+def interleaved(sections: tuple[int, ...]) -> tuple[int, ...]:
+    """The axis that each frequency reads: 1, 4, 7, ... the height, 2, 5, 8, ... the width, as often as mrope_section says, the
+    others the time. Source: transformers, models/qwen3_vl (recomposition_frequencies)."""
+    axes = [0] * max(sum(sections), 3 * max(sections[1:]))
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
+    return tuple(axes)
+
+
+class Qwen3VlEncoder(PatchEncoder):
+    """The ViT."""
+
+    spec: Qwen3VlSpec
 
     def __init__(self, spec: Qwen3VlSpec, weights: Weights) -> None:
-        self.spec = spec
-        self._weights = {tensor.name: weights.tensor(tensor.name) for tensor in spec.tensors()}
-        self._patch = self._weights["patch_embed.proj.weight"].flatten(1)
-        self._device = self._patch.device
-        self._values = torch.from_numpy(spec.processor.values).to(self._device)
+        super().__init__(spec, weights, "patch_embed.proj.weight")
 
-    @property
-    def sections(self) -> tuple[int, int, int]:
-        return self.spec.sections
-
-    @torch.inference_mode()
-    def encode(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        order = sorted(range(len(images)), key=lambda i: images[i].shape)  # equal sizes are prepared together
-        encoded: list[Tensor] = []
-        group: list[NDArray[np.uint8]] = []
-        count, area = 0, self.spec.processor.patch**2
-        for image in (images[i] for i in order):
-            own = image.shape[0] * image.shape[1] // area
-            if group and count + own > MOST_PATCHES:
-                encoded += self._pass(group)
-                group, count = [], 0
-            group.append(image)
-            count += own
-        of_image = dict(zip(order, encoded + self._pass(group), strict=True))
-        return [of_image[i] for i in range(len(images))]
-
-    def _pass(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """images: those of one size one after another."""
-        processor, spec, dtype = self.spec.processor, self.spec, self._patch.dtype
-        groups = [list(group) for _, group in groupby(images, key=lambda image: image.shape)]
-        grids = [(group[0].shape[0] // processor.patch, group[0].shape[1] // processor.patch) for group in groups]
-        coords = [merge_order(grid, processor.merge).to(self._device) for grid in grids]
-        sizes = [rows * cols for (rows, cols), group in zip(grids, groups, strict=True) for _ in group]
-        cu_seqlens = [0, *accumulate(sizes)]
-        patches = torch.cat([self._patches(group, own) for group, own in zip(groups, coords, strict=True)])
-        x = F.linear(patches.to(dtype), self._patch, self._weights["patch_embed.proj.bias"])
-        table, of_groups = self._weights["pos_embed.weight"], list(zip(groups, coords, grids, strict=True))
-        x = x + torch.cat([grid_positions(table, own, grid).to(dtype).repeat(len(group), 1) for group, own, grid in of_groups])
-        all_coords = torch.cat([own.repeat(1, len(group)) for group, own, _ in of_groups], 1)
-        angles = axial_angles(all_coords, spec.size // spec.heads, spec.theta)
-        attend = AttentionWithin(cu_seqlens, dtype, self._device)
+    def rows_of(self, patches: Patches) -> Tensor:
+        spec, table, dtype = self.spec, self._weights["pos_embed.weight"], self._patch.dtype
+        x = F.linear(patches.values, self._patch, self._weights["patch_embed.proj.bias"])
+        coords = [self.order(grid).to(self._device) for grid in patches.grids]
+        of_groups = zip(coords, patches.grids, patches.counts, strict=True)
+        x = x + torch.cat([grid_positions(table, own, grid).to(dtype).repeat(count, 1) for own, grid, count in of_groups])
+        angles = axial_angles(patches.coords, spec.size // spec.heads, spec.theta)
+        attend = AttentionWithin(patches.cu_seqlens, dtype, self._device)
         deeper: list[Tensor] = []
         for layer in range(spec.depth):
             x = self._layer(f"blocks.{layer}.", x, angles, attend)
             if layer in spec.deepstack:
                 name = f"deepstack_merger_list.{spec.deepstack.index(layer)}."
                 deeper.append(self._merged(name, x, inner_norm=False))
-        rows = [self._merged("merger.", x, inner_norm=True), *deeper]
-        parts = torch.stack(rows, 1).split([size // processor.merge**2 for size in sizes])
-        return [part.clone() for part in parts] if len(parts) > 1 else list(parts)  # a view would keep all parts in memory
-
-    def _patches(self, images: Sequence[NDArray[np.uint8]], coords: Tensor) -> Tensor:
-        """The normalised patches of images of one size, fp32 [images * n, 3 * frames * P * P], each image's in the order of
-        coords int64 [2, n]."""
-        side = self.spec.processor.patch
-        cells = upload(np.stack(images), torch.uint8, self._device).unflatten(2, (-1, side)).unflatten(1, (-1, side))
-        cells = cells.permute(0, 1, 3, 5, 2, 4)[:, coords[0], coords[1]].flatten(0, 1).long()  # [images * n, 3, P, P]
-        colours = torch.arange(3, device=self._device).view(1, 3, 1, 1)
-        values = self._values[colours, cells]
-        return values[:, :, None].expand(-1, -1, self.spec.processor.frames, -1, -1).flatten(1)
+        return torch.stack([self._merged("merger.", x, inner_norm=True), *deeper], 1)
 
     def _layer(self, name: str, x: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionWithin) -> Tensor:
         heads = self.spec.heads
@@ -253,6 +199,3 @@ class Qwen3VlEncoder:
     def _normed(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return F.layer_norm(x, weight.shape, weight, bias, EPS)
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])

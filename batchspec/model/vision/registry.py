@@ -6,13 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from batchspec.checkpoint.config_values import has_file, read_json, shown
+from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, shown
 from batchspec.errors import CheckpointError
 from batchspec.images.processor import PREPROCESSOR
+from batchspec.model.vision.qwen2_5_vl import read_qwen2_5_vl
 from batchspec.model.vision.qwen3_vl import read_qwen3_vl
-from batchspec.model.vision.spec import VisionSpec
+from batchspec.model.vision.spec import VisionFiles, VisionSpec
 
-VISION_SPECS: dict[str, Callable[..., VisionSpec]] = {
+VISION_SPECS: dict[str, Callable[[VisionFiles], VisionSpec]] = {
+    "qwen2_5_vl": read_qwen2_5_vl,
     "qwen3_vl": partial(read_qwen3_vl, sections=(24, 20, 20), deepstack=(8, 16, 24)),
     "qwen3_5": partial(read_qwen3_vl, sections=(11, 11, 10)),
     "qwen3_5_moe": partial(read_qwen3_vl, sections=(11, 11, 10)),
@@ -41,4 +43,4 @@ def load_vision(folder: Path) -> VisionSpec:
     elif not has_file(folder / PREPROCESSOR):
         raise CheckpointError(f"{shown(folder)}: no {PREPROCESSOR}, which says how images are resized; add the model's own")
     values = read_json(folder / PREPROCESSOR) if nested is None else nested
-    return VISION_SPECS[kind](config, shown(folder / "config.json"), values, where)
+    return VISION_SPECS[kind](VisionFiles(folder, ConfigReader(config, shown(folder / "config.json")), values, where))

@@ -6,18 +6,31 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from batchspec.batch.images import ImageEncoder
+from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.images.processor import ImageProcessor
 from batchspec.model.checkpoint_part import CheckpointPart, Item
 from batchspec.model.layers.base import WHOLE, BlockSpec, Shard
 from batchspec.model.quant.base import Slices, Weights
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 
-PREFIXES = ("model.visual.", "visual.")
-"""What the names of its tensors begin with in files: of transformers 5, and older ones."""
+MOST_PATCHES = 16_384
+"""Images are encoded together up to so many patches; a larger one alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFiles:
+    """What the files of a model say of its vision encoder. where: for messages."""
+
+    folder: Path
+    config: ConfigReader
+    preprocessor: Json
+    preprocessor_where: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +38,23 @@ class VisionSpec(CheckpointPart):
     """The shape of a vision encoder. Each rank has all of it, and its weights are not quantised."""
 
     processor: ImageProcessor
-    sections: tuple[int, int, int]
-    """mrope_section of the language model: see `AxisPositions`."""
+    axes: tuple[int, ...]
+    """Of the language model: see `AxisPositions.axes`; (): its tokens count positions, those of images too."""
+    depth: int
+    """Layers."""
+    size: int
+    """E"""
+    heads: int
+    inner: int
+    """Numbers between the two products of an MLP."""
+    hidden_size: int
+    """H"""
+    theta: float = 10_000.0
+    """Of the rotation by rows and columns."""
+    inner_tensors: ClassVar[int] = 2
+    """Tensors of `inner` numbers a patch that an MLP has at a time."""
+    prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
+    """Beginnings of the names of its tensors in files, of transformers 5 and older ones -> that of `TensorSpec.name`."""
     formats: Formats = ALL_PLAIN
     shard: Shard = WHOLE
 
@@ -44,22 +72,25 @@ class VisionSpec(CheckpointPart):
     def own(self, where: str, items: Mapping[str, Item]) -> dict[str, Item]:
         found: dict[str, Item] = {}
         for name, item in items.items():
-            prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
+            prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
             if prefix is not None:
-                found[name.removeprefix(prefix)] = item
+                found[self.prefixes[prefix] + name.removeprefix(prefix)] = item
         return found
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of its weights in memory."""
         return dtype.itemsize * sum(prod(tensor.shape) for tensor in self.tensors())
 
-    @abstractmethod
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of what one token of an image reads."""
+        return dtype.itemsize * self.hidden_size
 
-    @abstractmethod
     def activation_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that encoding takes at most, besides what it returns."""
+        processor = self.processor
+        most = max(MOST_PATCHES, processor.max_pixels // processor.patch**2)
+        values = 3 * processor.patch**2 * processor.frames
+        return most * (dtype.itemsize * (8 * self.size + self.inner_tensors * self.inner) + 4 * values)
 
     @abstractmethod
     def flop(self, patches: int) -> float:

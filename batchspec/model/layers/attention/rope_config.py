@@ -150,6 +150,8 @@ def read_part(
     """Read one object that describes a rotary embedding. partial: the caller reads its partial_rotary_factor; sections: as in
     `read_rope`."""
     kind = rope_kind(rope)
+    if kind == "mrope" and sections:  # as Qwen2.5-VL's files call it
+        kind = "default"
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
         wrong.append(f"rope_type {quoted(kind)} (supported: default, linear, llama3, yarn)")
