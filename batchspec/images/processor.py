@@ -4,6 +4,7 @@ Qwen3-VL and Qwen3.5 have too. Source: transformers 5, models/qwen2_vl/image_pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -121,54 +122,67 @@ def read_processor(values: Json, where: str, *, patch: int, merge: int, frames: 
 
     Raises CheckpointError for an unknown key, a value that would change the pixels, and what does not fit config.json.
     """
-    rest = {key: value for key, value in values.items() if key not in _UNREAD}
-    if values.get("image_processor_type") not in _TYPES:
-        raise _refusal(where, "image_processor_type", values["image_processor_type"], "only Qwen2VLImageProcessor is supported")
-    for key, usual in _USUAL.items():
-        given = rest.pop(key, usual)
-        same = math.isclose(given, usual) if key == "rescale_factor" and isinstance(given, float) else given == usual
-        if not same:
-            raise _refusal(where, key, given, f"only {as_json(usual)} is supported")
+    rest = check_usual(values, where, _TYPES)
     for key, own in {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}.items():
         usual_size = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}[key]
         if (given := rest.pop(key, usual_size)) != own:
-            raise _refusal(where, key, given, f"config.json says {own}; correct one of them")
+            raise refusal(where, key, given, f"config.json says {own}; correct one of them")
     low, high = _pixels(where, rest)
+    mean, std = colours_of(where, rest)
+    if rest:
+        key, value = next(iter(rest.items()))
+        raise refusal(where, key, value, "unknown key, which may change pixels; remove it if it does not")
+    return ImageProcessor(
+        patch=patch, merge=merge, frames=frames, min_pixels=low, max_pixels=high, mean=mean, std=std, placeholder=placeholder
+    )
+
+
+def check_usual(values: Json, where: str, types: Sequence[str | None], **more: tuple[Any, ...]) -> dict[str, Any]:
+    """The other keys of a preprocessor_config.json. types: classes of image processors; more: key -> its supported values, the
+    first of them that without the key. Raises CheckpointError for another class or value."""
+    rest = {key: value for key, value in values.items() if key not in _UNREAD}
+    if values.get("image_processor_type") not in types:
+        raise refusal(where, "image_processor_type", values["image_processor_type"], f"only {types[0]} is supported")
+    for key, supported in {**{key: (usual,) for key, usual in _USUAL.items()}, **more}.items():
+        given = rest.pop(key, supported[0])
+        same = math.isclose(given, supported[0]) if key == "rescale_factor" and isinstance(given, float) else given in supported
+        if not same:
+            raise refusal(where, key, given, f"only {as_json(supported[0])} is supported")
+    return rest
+
+
+def colours_of(where: str, rest: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """image_mean and image_std, taken from `rest`. Raises CheckpointError."""
     mean, std = (
         _colours(where, key, rest.pop(key, usual)) for key, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
     )
     if min(std) <= 0:
-        raise _refusal(where, "image_std", list(std), "must be above 0; correct it")
-    if rest:
-        key, value = next(iter(rest.items()))
-        raise _refusal(where, key, value, "unknown key, which may change pixels; remove it if it does not")
-    return ImageProcessor(
-        patch=patch, merge=merge, frames=frames, min_pixels=low, max_pixels=high, mean=mean, std=std, placeholder=placeholder
-    )
+        raise refusal(where, "image_std", list(std), "must be above 0; correct it")
+    return mean, std
 
 
 def _pixels(where: str, rest: dict[str, Any]) -> tuple[int, int]:
     """min_pixels and max_pixels, which replace the two numbers of `size`."""
     size = rest.pop("size", None) or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     if not isinstance(size, dict) or not {*size} <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
-        raise _refusal(where, "size", size, "must be an object of shortest_edge and longest_edge; correct it")
+        raise refusal(where, "size", size, "must be an object of shortest_edge and longest_edge; correct it")
     found = []
     for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         own = rest.pop(key, None)
         value = size.get(edge, size.get(key)) if own is None else own
         if type(value) is not int or not 1 <= value <= 2**40:
-            raise _refusal(where, f"{key} or size.{edge}", value, "must be a whole number of pixels; correct it")
+            raise refusal(where, f"{key} or size.{edge}", value, "must be a whole number of pixels; correct it")
         found.append(value)
     if found[0] > found[1]:
-        raise _refusal(where, "min_pixels", found[0], f"exceeds max_pixels={found[1]}; correct one of them")
+        raise refusal(where, "min_pixels", found[0], f"exceeds max_pixels={found[1]}; correct one of them")
     return found[0], found[1]
 
 
 def _colours(where: str, key: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, list | tuple) and len(value) == 3 and all(type(one) in (int, float) for one in value):
         return tuple(map(float, value))
-    raise _refusal(where, key, value, "must be three numbers; correct it")
+    raise refusal(where, key, value, "must be three numbers; correct it")
 
 
-def _refusal(where: str, key: str, value: Any, why: str) -> CheckpointError:
+def refusal(where: str, key: str, value: Any, why: str) -> CheckpointError:
     return CheckpointError(f"{where}: {key}={as_json(value)}: {why}")

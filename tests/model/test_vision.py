@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from batchspec.batch.images import rope_positions
@@ -36,7 +33,7 @@ from tests.helpers.image_models import inputs_of, make_image_model, picture, the
 
 CPU = torch.device("cpu")
 QWEN3 = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
-KINDS = (*QWEN3, "qwen2_5_vl")
+KINDS = (*QWEN3, "qwen2_5_vl", "mistral3")
 SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (50, 70), (8, 120))
 
 
@@ -56,19 +53,27 @@ def pixels(spec: VisionSpec, data: bytes) -> np.ndarray[Any, Any]:
     return decode(data, spec.processor.fit(header.height, header.width))
 
 
+@torch.no_grad()
+def encoded_by_transformers(folder: Path, inputs: dict[str, torch.Tensor]) -> Any:
+    model = theirs(folder).model
+    if "image_sizes" in inputs:
+        return model.get_image_features(inputs["pixel_values"], inputs["image_sizes"])
+    return model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+
+
 @pytest.mark.parametrize("most", [MOST_PATCHES, 100])
 def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone or with others; the deepstack of Qwen3-VL too."""
     monkeypatch.setattr(module, "MOST_PATCHES", most)
     spec, encoder = built(folder)
     images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
-    model, processor = theirs(folder), cast(Any, Qwen2VLImageProcessorPil.from_pretrained(folder))
-    inputs = processor([Image.open(io.BytesIO(one)) for one in images], return_tensors="pt")
-    with torch.no_grad():
-        encoded = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
-    expected = torch.stack([encoded.pooler_output, *(getattr(encoded, "deepstack_features", None) or [])], 1)
+    inputs = inputs_of(folder, [], images)
+    encoded = encoded_by_transformers(folder, inputs)
+    pooled = encoded.pooler_output if isinstance(encoded.pooler_output, tuple) else encoded.pooler_output.split(1 << 20)
+    expected = torch.stack([torch.cat(pooled), *(getattr(encoded, "deepstack_features", None) or [])], 1)
     found = encoder.encode([pixels(spec, one) for one in images])
-    assert [len(own) for own in found] == [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
+    grids = inputs["image_grid_thw"] if "image_grid_thw" in inputs else inputs["image_sizes"] // 4
+    assert [len(own) for own in found] == [int(grid.prod()) // 4 for grid in grids]
     assert expected.shape[1] == (3 if folder.name == "qwen3_vl" else 1)
     assert [own.untyped_storage().nbytes() for own in found] == [own.nbytes for own in found], "dropping one frees its memory"
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
@@ -79,10 +84,10 @@ def test_the_operations_of_a_vision_encoder_are_those_that_torch_counts(folder: 
     """In transformers' encoder, whose attention is two products; of an image of whole windows."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = inputs_of(folder, [], [picture(48, 72)])
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        theirs(folder).model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
-    assert load_vision(folder).flop(len(inputs["pixel_values"])) == counter.get_total_flops()
+    inputs = inputs_of(folder, [], [picture(24, 48)])
+    with FlopCounterMode(display=False) as counter:
+        encoded_by_transformers(folder, inputs)
+    assert load_vision(folder).flop(24 * 48 // 16) == counter.get_total_flops()
 
 
 def test_the_tensors_of_a_vision_encoder_are_those_that_transformers_saves(folder: Path) -> None:
@@ -194,6 +199,24 @@ def test_a_key_of_qwen2_5_vl_that_changes_what_is_computed_is_refused(keys: Any,
     refused_key(tmp_path / "model", tmp_path, "vision_config", keys, said)
 
 
+@pytest.mark.parametrize(
+    ("file", "keys", "said"),
+    [
+        ("config.json", {"vision_feature_layer": -2}, "vision_feature_layer=-2 is not supported"),
+        ("config.json", {"image_token_index": 5}, "image_token_index=5 is not the image_token of the tokenizer, 301"),
+        ("config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act=relu"),
+        ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size=1: config.json says 2"),
+        ("processor_config.json", {"image_end_token": "[IMG_END]"}, r"no added token \[IMG_END\]"),
+    ],
+)  # fmt: skip
+def test_files_of_mistral3_that_contradict_each_other_are_refused(file: str, keys: Any, said: str, tmp_path: Path) -> None:
+    make_image_model(tmp_path, "mistral3")
+    (tmp_path / file).write_text(json.dumps({**json.loads((tmp_path / file).read_text()), **keys}))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_vision(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def refused_key(folder: Path, tmp_path: Path, part: str, keys: Any, said: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (config[part] if part else config).update(keys)
@@ -215,7 +238,8 @@ def test_a_folder_without_a_preprocessor_is_refused(folder: Path, tmp_path: Path
     [
         ("qwen2_5_vl", {"window": 4}), ("qwen2_5_vl", {"whole": ()}), ("qwen2_5_vl", {"whole": (0,)}),
         ("qwen2_5_vl", {"act": "none"}), ("qwen2_5_vl", {"theta": 9_000.0}),
-        ("qwen3_vl", {"deepstack": (0, 2)}), ("qwen3_vl", {"gelu": "none"}),
+        ("qwen3_vl", {"deepstack": (0, 2)}), ("qwen3_vl", {"gelu": "none"}), ("mistral3", {"act": "silu"}),
+        ("mistral3", {"theta": 60.0}), ("mistral3", {"projector_eps": 0.1}), ("mistral3", {"projector_act": "silu"}),
     ],
 )  # fmt: skip
 def test_another_shape_of_the_same_weights_encodes_something_else(kind: str, wrong: Any, tmp_path: Path) -> None:

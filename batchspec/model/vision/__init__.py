@@ -5,5 +5,6 @@
   encoder.py   images of a call grouped by size, cut into patches and encoded in passes
   qwen3_vl.py  the vision encoder of Qwen3-VL and of Qwen3.5 to 3.8
   qwen2_5_vl.py  that of Qwen2.5-VL
+  pixtral.py   that of Mistral Small 3.1 and 3.2 and of Ministral 3
   registry.py  which models have one
 """

@@ -44,12 +44,13 @@ def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:
     return found
 
 
-def axial_angles(coords: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def axial_angles(coords: Tensor, dim: int, theta: float, *, own_frequencies: bool = False) -> tuple[Tensor, Tensor]:
     """2D RoPE: cos and sin fp32 [N, dim/2] of a rotation by the row in the first half of the pairs of a head, by the column in
-    the others. coords int64 [2, N]."""
-    half = dim // 2
-    freqs = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=coords.device) / half)
-    angles = (coords.T[:, :, None].float() * freqs).flatten(1)
+    the others. coords int64 [2, N]; own_frequencies: rows and columns take turns in the frequencies of a head, else both have the
+    first of each two."""
+    freqs = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=coords.device) / dim)
+    of_rows, of_cols = freqs[0::2], freqs[1::2] if own_frequencies else freqs[0::2]
+    angles = torch.cat((coords[0, :, None].float() * of_rows, coords[1, :, None].float() * of_cols), 1)
     return angles.cos(), angles.sin()
 
 

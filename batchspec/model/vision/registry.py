@@ -9,11 +9,13 @@ from pathlib import Path
 from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, shown
 from batchspec.errors import CheckpointError
 from batchspec.images.processor import PREPROCESSOR
+from batchspec.model.vision.pixtral import read_pixtral
 from batchspec.model.vision.qwen2_5_vl import read_qwen2_5_vl
 from batchspec.model.vision.qwen3_vl import read_qwen3_vl
 from batchspec.model.vision.spec import VisionFiles, VisionSpec
 
 VISION_SPECS: dict[str, Callable[[VisionFiles], VisionSpec]] = {
+    "mistral3": read_pixtral,
     "qwen2_5_vl": read_qwen2_5_vl,
     "qwen3_vl": partial(read_qwen3_vl, sections=(24, 20, 20), deepstack=(8, 16, 24)),
     "qwen3_5": partial(read_qwen3_vl, sections=(11, 11, 10)),

@@ -1,0 +1,86 @@
+"""Images of Pixtral's kind: sizes, pixels and tokens as transformers makes them; refusals by name."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import PixtralImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+from batchspec.errors import CheckpointError
+from batchspec.images.decode import decode
+from batchspec.images.header import BadImage
+from batchspec.images.pixtral_processor import PixtralProcessor, read_pixtral_processor
+from tests.helpers.image_models import PIXTRAL, picture
+
+
+def processor(patch: int = 4, **keys: Any) -> PixtralProcessor:
+    values = {**PIXTRAL, "patch_size": patch, **keys}
+    return read_pixtral_processor(
+        values, "preprocessor_config.json", patch=patch, merge=2, placeholder=7, row_end=8, image_end=9
+    )
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([4, 14, 16]), st.integers(1, 2000))
+def test_sizes_are_those_of_transformers(height: int, width: int, patch: int, longest: int) -> None:
+    own, unit = processor(patch, size={"longest_edge": longest}), (2 * patch, 2 * patch)
+    expected = get_resize_output_image_size(np.zeros((height, width, 1), np.uint8), (longest, longest), unit)
+    if not min(expected):
+        with pytest.raises(BadImage, match="nothing is left of one side"):
+            own.fit(height, width)
+        return
+    fit = own.fit(height, width)
+    assert fit == expected
+    assert fit.height * fit.width <= own.max_pixels
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 90), st.integers(2, 90), st.integers(0, 99))
+def test_pixels_are_those_of_transformers_bit_for_bit(height: int, width: int, seed: int) -> None:
+    own, data = processor(), picture(height, width, seed)
+    theirs: Any = PixtralImageProcessorPil(**PIXTRAL | {"image_processor_type": None})
+    expected = theirs([Image.open(io.BytesIO(data))], patch_size=8, return_tensors="pt")["pixel_values"][0]
+    found = own.values[np.arange(3), decode(data, own.fit(height, width))]  # [H, W, 3]
+    assert torch.equal(torch.from_numpy(found).permute(2, 0, 1), expected)
+
+
+def test_rows_of_embeddings_end_with_tokens_of_text() -> None:
+    own = processor()
+    assert own.grid(own.fit(16, 20)) == (2, 3)
+    assert own.tokens(2, 3).tolist() == [7, 7, 7, 8, 7, 7, 7, 9]
+    assert own.tokens(1, 1).tolist() == [7, 9]
+    assert own.advance(2, 3) == 8
+
+
+def test_limits_on_pixels_do_not_apply() -> None:
+    own = processor()
+    assert own.within(None, None) is own
+    with pytest.raises(ValueError, match="max_pixels=64 does not apply to this model, which limits the longer side to 61"):
+        own.within(None, 64)
+    with pytest.raises(ValueError, match="min_pixels=64 does not apply"):
+        own.within(64, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"do_pad": False}, "do_pad=false: only true"), ({"do_sharpen": True}, "do_sharpen=true: unknown key"),
+        ({"patch_size": {"height": 4, "width": 2}}, "patch_size=.*config.json says 4"),
+        ({"min_pixels": 9}, "min_pixels=9: unknown"),
+        ({"size": {"height": 4, "width": 4}}, "size=.*longest_edge"), ({"size": {"longest_edge": 0}}, "size=.*longest_edge"),
+        ({"image_processor_type": "Qwen2VLImageProcessor"}, "image_processor_type=.*only PixtralImageProcessor"),
+        ({"resample": 2}, "resample=2: only 3"), ({"image_std": [1, 0, 1]}, "image_std=.*above 0"),
+    ],
+)  # fmt: skip
+def test_what_would_make_other_pixels_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^preprocessor_config.json: {said}"):
+        read_pixtral_processor(
+            {**PIXTRAL, **keys}, "preprocessor_config.json", patch=4, merge=2, placeholder=7, row_end=8, image_end=9
+        )
