@@ -33,6 +33,7 @@ from batchspec.draft.block_head import (
     BlockHead,
     BlockWeights,
     block_bytes,
+    block_layers,
     dummy_block,
     dummy_block_spec,
     load_block,
@@ -47,6 +48,7 @@ from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
 from batchspec.kernels.drafting.prepare_block_draft_inputs import prepare_block_draft_inputs
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -104,7 +106,7 @@ class BlockDrafter(HeadReader):
     def _keep(self, batch: FlatBatch, aux_hidden_states: Tensor | None, cache: KVCache) -> None:
         assert aux_hidden_states is not None
         at = Place(self._rope(batch.rope_positions), batch.slot_mapping)
-        kv = [self._kv(cache, i) for i in range(self._last + 1)]
+        kv = [LayerKV.of(self._pages(cache, i)) for i in range(self._last + 1)]
         self.head.keep_all(self.head.features(aux_hidden_states), at, kv)
 
     @torch.inference_mode()
@@ -142,7 +144,7 @@ class BlockDrafter(HeadReader):
         for i, kind in enumerate(zip(self._windows, self._block.causal, strict=True)):
             if kind not in plans:
                 plans[kind] = self._plan(batch, cache, *kind)
-            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[kind])
+            normed = self.head.layer(i, normed, residual, at, self._pages(cache, i), plans[kind])
         return normed
 
     def _plan(self, batch: FlatBatch, cache: KVCache, window: int | None, causal: bool) -> AttentionPlan:
@@ -153,7 +155,8 @@ class BlockDrafter(HeadReader):
         if window is not None and self._block.windows_at_anchor:
             positions = tree.start.long().index_select(0, batch.row_ids)
         seen = replace(batch, tree=tree, positions=positions)
-        return plan_attention(seen, self._kv(cache, 0), num_heads=self._block.num_heads, window=window, sink=self._sink)
+        kv = LayerKV.of(self._pages(cache, 0))
+        return plan_attention(seen, kv, num_heads=self._block.num_heads, window=window, sink=self._sink)
 
 
 class BlockDrafterSpec(DrafterSpec[BlockWeights]):
@@ -185,8 +188,8 @@ class BlockDrafterSpec(DrafterSpec[BlockWeights]):
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
         draft = self.config.draft
         return head_states(
-            self.checkpoint, dtype, page_size, row=(), fp8=draft.cache_dtype == "fp8", window=draft.window,
-            sink=draft.sink_tokens or 0,
+            block_layers(self.checkpoint)[0].attention, self.checkpoint.windows, dtype, page_size, row=(),
+            fp8=draft.cache_dtype == "fp8", window=draft.window, sink=draft.sink_tokens or 0,
         )
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:

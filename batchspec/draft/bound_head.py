@@ -8,23 +8,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.image_inputs import ImageInputs
 from batchspec.cache.layer_state import LayerState, RowTensor
+from batchspec.cache.page_format import LayerPages
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.output import DraftOutput
 from batchspec.model.decoder import ResidualStream
 from batchspec.model.fused import rms_norm
-from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
-from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
-from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.layers.attention.rope import Rope
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import Gemm
+from batchspec.model.layers.forward import Selected
+from batchspec.model.layers.head_mixer import HeadMixerSpec
+from batchspec.model.layers.kind import Computing
 from batchspec.model.layers.layer import DecoderLayer, LayerSpec
 from batchspec.model.target import Target
 
@@ -39,13 +40,8 @@ class HeadShape(Protocol):
     def num_layers(self) -> int: ...
 
     @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Number of numbers of a query or key for which `rope` has frequencies."""
 
     @property
     def rope(self) -> RopeSpec: ...
@@ -73,29 +69,32 @@ class DraftWeights(Protocol):
         """The network, which may use the target's embedding, norms and output matrix. argmax: see `DraftOutput`."""
 
 
-def head_windows(shape: HeadShape, window: int | None, sink: int) -> tuple[int | None, ...]:
+def head_windows(windows: tuple[int | None, ...], window: int | None, sink: int) -> tuple[int | None, ...]:
     """[num_layers] newest keys that each layer reads if it is limited to the newest `window` keys and the first `sink` ones.
 
+    windows  those of `HeadShape`
     None: all, or the first ones too.
     """
     if window is None:
-        return shape.windows
-    return tuple(None if sink else min(window, own or window) for own in shape.windows)
+        return windows
+    return tuple(None if sink else min(window, own or window) for own in windows)
 
 
 def head_states(
-    shape: HeadShape, dtype: torch.dtype, page_size: int, *, row: tuple[RowTensor, ...], fp8: bool = False,
-    window: int | None = None, sink: int = 0,
+    mixer: HeadMixerSpec, windows: tuple[int | None, ...], dtype: torch.dtype, page_size: int, *, row: tuple[RowTensor, ...],
+    fp8: bool = False, window: int | None = None, sink: int = 0,
 ) -> tuple[LayerState, ...]:
-    """What each layer of a head keeps of a row; the last one keeps `row` besides K and V.
+    """What each layer of a head keeps of a row; the last one keeps `row` besides its pages.
 
+    mixer         that of every layer
+    windows       those of `HeadShape`
     dtype, fp8    K and V are computed in `dtype`; fp8: and stored as e4m3
     window, sink  layers are limited to the newest `window` keys and the first `sink` ones; window None: not limited
     """
-    layout = KVLayout(
-        dtype=dtype, fp8=fp8, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, page_size=page_size
+    layout = mixer.layout(
+        Computing(dtype=dtype, state_dtype=dtype, fp8_kv=fp8, ordered=False, page_size=page_size, draft_len=0)
     )
-    *first, last = head_windows(shape, window, sink)
+    *first, last = head_windows(windows, window, sink)
     return (*(LayerState(layout, own) for own in first), LayerState(layout, last, row))
 
 
@@ -122,8 +121,14 @@ class BoundHead(ABC):
         """
         self.output = output
         self._target, self._layers, self._norm, self._eps, self._ranks = target, layers, norm, eps, ranks
-        self._kv = [layer.attention.kv for layer in layers]
+        self._mixers = [layer.of_head for layer in layers]
+        self._keepers = [mixer.keeper() for mixer in self._mixers]
         self._has_experts = any(layer.num_experts_read is not None for layer in layers)
+
+    @property
+    def mixer(self) -> HeadMixerSpec:
+        """The shape of the mixers of its layers, which may differ in their inputs and windows."""
+        return self._mixers[0].spec
 
     @abstractmethod
     def features(self, aux_hidden_states: Tensor) -> Tensor:
@@ -144,34 +149,35 @@ class BoundHead(ABC):
         """
 
     def layer(
-        self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: LayerKV, plan: AttentionPlan,
+        self, index: int, normed: Tensor, residual: Tensor, at: Place, pages: LayerPages, plan: Any,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Layer `index` on its normed input; writes K/V of all T tokens, adds to residual [T, H] in place.
 
+        plan       of `plan`
         positions  int64 [T], if they are later than the plan's
         Returns the residual stream after the next layer's norm, for the last layer after the final norm.
         """
-        attend = PagedAttend(kv=kv, plan=plan, positions=positions)
-        return self.finish(index, self.queries(index, normed, at, kv), residual, attend, at.slots)
+        attend = self.mixer.attend(pages, plan, positions)
+        return self.finish(index, self.queries(index, normed, at, pages), residual, attend, at.slots)
 
-    def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
+    def queries(self, index: int, normed: Tensor, at: Place, pages: LayerPages) -> Tensor:
         """The first half of `layer`: queries [T, ...] for `finish`, and K/V of all T tokens in their pages."""
-        return self._layers[index].attention.queries_of(normed, _store(at, kv))
+        return self._mixers[index].queries_of(normed, self.mixer.store(pages, at.rope, at.slots))
 
-    def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
+    def keep(self, index: int, normed: Tensor, at: Place, pages: LayerPages) -> None:
         """Write K/V of all T tokens and nothing else: for tokens whose hidden states after layer `index` are not used."""
-        self._layers[index].attention.queries_of(normed, _store(at, kv), self._kv[index])
+        self._keepers[index](normed, self.mixer.store(pages, at.rope, at.slots))
 
     def finish(
-        self, index: int, q: Tensor, residual: Tensor, attend: PagedAttend, slots: Tensor, out: Tensor | None = None
+        self, index: int, q: Tensor, residual: Tensor, attend: Selected, slots: Tensor, out: Tensor | None = None
     ) -> Tensor:
         """The second half of `layer`, from the queries; slots int64 [T]: `Place.slots`; out [T, H]: the result is written here
         if it is given."""
         live = self._target.live_tokens(slots) if self._has_experts else None
         stream = ResidualStream(residual, live, self._ranks)
         self._layers[index].finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
-        following = self._layers[index + 1].attention.norm if index + 1 < len(self._layers) else self._norm
+        following = self._mixers[index + 1].norm if index + 1 < len(self._layers) else self._norm
         return stream.normed(following, self._eps, out=out)
 
 
@@ -184,11 +190,6 @@ def put_images(images: ImageInputs | None, norm: Tensor, eps: float, out: Tensor
 def layer_gemms(layer: LayerSpec) -> list[Gemm]:
     """The products of a head's layer. The head norms the inputs of its layers itself, so no product
     has a norm before it or adds to the residual stream."""
-    attention, (_, out) = layer.attention, layer.attention.gemms(1)
-    gemms = [Gemm(product=product, ops=("linear",)) for product in (attention.qkv, attention.kv)]
+    *into, out = layer.of_head.head_gemms()
     of_mlp = (replace(gemm, ops=tuple(op for op in gemm.ops if op != "linear_add")) for gemm in layer.mlp.gemms(1))
-    return [*gemms, out, *of_mlp]
-
-
-def _store(at: Place, kv: LayerKV) -> PagedStore:
-    return PagedStore(rope=at.rope, slot_mapping=at.slots, kv=kv)
+    return [*into, out, *of_mlp]

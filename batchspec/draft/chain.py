@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from batchspec.draft.coupled import Draws, first_draws, later_draws
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
-from batchspec.model.layers.attention.paged import PagedAttend
-from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.target import Target
 
 
@@ -70,15 +68,15 @@ class ChainDrafter(HeadReader):
         assert aux_hidden_states is not None
         line, place, last = slot_ids.index_select(0, batch.row_ids), batch.cu_seqlens_q[1:] - 1, self._last
         if self._prune:
-            kv = self._kv(cache, last)
+            pages = self._pages(cache, last)
             features = self.head.features(aux_hidden_states)
             normed, residual, at = self._read(batch, rows.tokens, line, features, cache, last)
-            self.head.keep(last, normed, at, kv)
+            self.head.keep(last, normed, at, pages)
             # Only the last position of each row goes on, as in a draft step. Its K/V is written a second time.
             ends = self._one_query_each(batch, batch.positions.index_select(0, place), batch.kv_len)
             at = Place(self._rope(batch.rope_at(place)), batch.slot_mapping.index_select(0, place))
             hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
-            normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
+            normed = self.head.layer(last, normed.index_select(0, place), hidden, at, pages, plan)
         else:
             normed, hidden = self._read_whole(batch, rows.tokens, line, aux_hidden_states, cache, place)
         first = cache.draft_rows[0].new_empty(normed.shape[0], *cache.draft_rows[0].shape[1:])
@@ -109,10 +107,10 @@ class ChainDrafter(HeadReader):
         features = self.head.features(aux_hidden_states)
         normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, features, cache, last)
         if prepare_next:
-            q = self.head.queries(last, normed, at, self._kv(cache, last))
+            q = self.head.queries(last, normed, at, self._pages(cache, last))
             self._finish_accepted(batch, q, residual, accepted_len, rows, cache, first, hidden, sure)
         else:
-            self.head.keep(last, normed, at, self._kv(cache, last))
+            self.head.keep(last, normed, at, self._pages(cache, last))
 
     def _prepare_next(self, normed: Tensor, out: Tensor, out_sure: Tensor, draws: Draws | None) -> None:
         """Prepare the next round's first draft from the head's output [R, H] at each row's last accepted position."""
@@ -146,7 +144,7 @@ class ChainDrafter(HeadReader):
         )
         ends = self._one_query_each(batch, positions, kv_len)
         plan = self._plans(ends, cache, [self._last])[self._windows[self._last]]
-        attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan)
+        attend = self.head.mixer.attend(self._pages(cache, self._last), plan)
         normed = self.head.finish(self._last, live_q, stream, attend, slots, out=out_hidden if feeds_normed else None)
         self._prepare_next(normed, out_first, out_sure, self._draws_at_end(rows))
 
@@ -206,14 +204,14 @@ class ChainDrafter(HeadReader):
 
     def _draft(
         self, rows: DeviceBatch, draft_ids: Tensor, k: int, hidden: Tensor, positions: Tensor, slots: Tensor,
-        plans: dict[int | None, AttentionPlan], cache: KVCache,
+        plans: dict[int | None, Any], cache: KVCache,
     ) -> Tensor:
         """Draft one more token: column k + 1 of draft_ids, given those up to k; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(draft_ids[:, k], hidden)
         row_ids = self._cu_seqlens_q[: positions.shape[0]]
         at = Place(self._rope(rows.rope_positions(positions, row_ids)), slots)
         for i, window in enumerate(self._windows):
-            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
+            normed = self.head.layer(i, normed, residual, at, self._pages(cache, i), plans[window], positions)
         # A position's input is the token after it; its output drafts the token after that.
         draws = later_draws(self.mode, rows, row_ids, positions, ahead=2, drafts=draft_ids)
         sure = None if self.confidence is None else self.confidence[: len(draft_ids), k + 1]

@@ -19,7 +19,7 @@ from batchspec.draft.bound_head import head_states
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head import Head
-from batchspec.draft.head_tensors import head_bytes
+from batchspec.draft.head_tensors import head_bytes, head_layers
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.reader import HeadReader
 from batchspec.draft.shapes import ChainShape, TreeShape, default_nodes
@@ -68,8 +68,9 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
         draft = self.config.draft
         return head_states(
-            self.checkpoint, dtype, page_size, row=self._kind.row_tensors(self.checkpoint, dtype),
-            fp8=draft.cache_dtype == "fp8", window=draft.window, sink=draft.sink_tokens or 0,
+            head_layers(self.checkpoint)[0].attention, self.checkpoint.windows, dtype, page_size,
+            row=self._kind.row_tensors(self.checkpoint, dtype), fp8=draft.cache_dtype == "fp8", window=draft.window,
+            sink=draft.sink_tokens or 0,
         )
 
     @property

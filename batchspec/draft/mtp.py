@@ -28,6 +28,7 @@ from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.mtp_head import Mtp, MtpHead, MtpShape, dummy_mtp, load_mtp, open_mtp
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
+from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.base import Shard
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.spec import ModelSpec, load_spec, tokens_of
@@ -68,6 +69,11 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         super().__init__(config, target, draft_vocab=draft_vocab)
         self.checkpoint = MtpShape.of(target, self._open(target))
+        if config.draft.cache_dtype == "fp8" and not isinstance(self.checkpoint.mtp.layer.mixer, AttentionSpec):
+            raise ConfigError(
+                f"draft.cache_dtype=fp8: the MTP layer of {target.family} keeps something else than K and V; use "
+                "draft.cache_dtype=auto"
+            )
 
     @classmethod
     def of(cls, config: RunConfig, target: ModelSpec, *, draft_vocab: int) -> DrafterSpec[Any]:
@@ -106,8 +112,9 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
         draft = self.config.draft
         return head_states(
-            self.checkpoint, dtype, page_size, row=ChainDrafter.row_tensors(self.checkpoint, dtype),
-            fp8=draft.cache_dtype == "fp8", window=draft.window, sink=draft.sink_tokens or 0,
+            self.checkpoint.mixer, self.checkpoint.windows, dtype, page_size,
+            row=ChainDrafter.row_tensors(self.checkpoint, dtype), fp8=draft.cache_dtype == "fp8", window=draft.window,
+            sink=draft.sink_tokens or 0,
         )
 
     @property

@@ -21,6 +21,7 @@ from batchspec.model.fused import rms_norm
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.forward import Product
+from batchspec.model.layers.head_mixer import HeadMixerSpec
 from batchspec.model.layers.layer import DecoderLayer
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.products import gemm_products
@@ -51,24 +52,20 @@ class MtpShape:
         return self.mtp.join.hidden_size
 
     @property
-    def num_heads(self) -> int:
-        return self.mtp.layer.attention.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.mtp.layer.attention.num_kv_heads
+    def mixer(self) -> HeadMixerSpec:
+        return self.mtp.layer.of_head
 
     @property
     def head_dim(self) -> int:
-        return self.mtp.layer.attention.head_dim
+        return self.mixer.rotated_size
 
     @property
     def rope(self) -> RopeSpec:
-        return self.mtp.layer.attention.rotation
+        return self.mixer.rotation
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return (self.mtp.layer.attention.window,)
+        return (self.mixer.window,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +95,7 @@ class MtpHead(BoundHead):
         part = tokens_of(target.spec.shard, size)
         output = DraftOutput(target, matrix, map_ids, draft_vocab_size=size, part=part, ranks=ranks, argmax=argmax)
         super().__init__(target, [mtp.layer], mtp.norms[join.out_norm], join.eps, output, ranks)
-        self._fc, self._input_norm = mtp.fc, mtp.layer.attention.norm
+        self._fc, self._input_norm = mtp.fc, mtp.layer.of_head.norm
         self._embedding_norm, self._hidden_norm = mtp.norms[join.embedding_norm], mtp.norms[join.hidden_norm]
 
     @staticmethod

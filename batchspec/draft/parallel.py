@@ -103,7 +103,7 @@ class ParallelDrafter(HeadReader):
             self._read(batch, tokens, line, features, cache, self._last + 1)
             return
         normed, _, at = self._read(batch, tokens, line, features, cache, self._last)
-        self.head.keep(self._last, normed, at, self._kv(cache, self._last))
+        self.head.keep(self._last, normed, at, self._pages(cache, self._last))
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -121,7 +121,7 @@ class ParallelDrafter(HeadReader):
         at = Place(self._rope(rows.rope_positions(positions, batch.row_ids)), slots)
         plans = self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
-            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
+            normed = self.head.layer(i, normed, residual, at, self._pages(cache, i), plans[window])
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=2, drafts=draft_ids)
         sure = None if self.confidence is None else self.confidence[:num_rows, :width]
         if draws is None:

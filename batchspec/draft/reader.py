@@ -6,7 +6,7 @@ Legend: T flat positions, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,12 +14,11 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.image_inputs import AxisPositions
 from batchspec.cache.layer_state import LayerState, RowTensor
+from batchspec.cache.page_format import LayerPages
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.bound_head import DraftWeights, HeadShape, Place, head_states
 from batchspec.kernels.sampling.argmax import PROBABILITIES
-from batchspec.model.layers.attention.kv_layout import LayerKV
-from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
@@ -79,7 +78,7 @@ class HeadReader(DrafterBase):
         )
         plans = self._plans(batch, cache, range(num_layers))
         for i in range(num_layers):
-            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[self._windows[i]])
+            normed = self.head.layer(i, normed, residual, at, self._pages(cache, i), plans[self._windows[i]])
         return normed, residual, at
 
     @staticmethod
@@ -89,20 +88,21 @@ class HeadReader(DrafterBase):
 
     def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
         return head_states(
-            self._spec, self._dtype, page_size, row=self.row_tensors(self._spec, self._dtype), fp8=self._fp8_kv,
-            window=self._window, sink=self._sink,
+            self.head.mixer, self._spec.windows, self._dtype, page_size, row=self.row_tensors(self._spec, self._dtype),
+            fp8=self._fp8_kv, window=self._window, sink=self._sink,
         )
 
     def _rope(self, positions: Tensor | AxisPositions) -> Rope:
         return rope_of(positions, self._freqs, self._spec.rope, self._dtype)
 
-    def _kv(self, cache: KVCache, index: int) -> LayerKV:
-        return LayerKV.of(cache.draft_kept[index].pages)
+    def _pages(self, cache: KVCache, index: int) -> LayerPages:
+        found = cache.draft_kept[index].pages
+        assert found is not None
+        return found
 
-    def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, AttentionPlan]:
-        kv, heads = self._kv(cache, 0), self._spec.num_heads
-        windows = {self._windows[i] for i in layers}
-        return {w: plan_attention(batch, kv, num_heads=heads, window=w, sink=self._sink) for w in windows}
+    def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, Any]:
+        pages, windows = self._pages(cache, 0), {self._windows[i] for i in layers}
+        return {w: self.head.mixer.plan(batch, pages, window=w, sink=self._sink) for w in windows}
 
 
 def zeros_on(device: torch.device, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

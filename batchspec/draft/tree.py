@@ -151,5 +151,5 @@ class TreeDrafter(ChainDrafter):
         at = Place(self._rope(batch.rope_positions), batch.slot_mapping)
         plans = self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
-            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
+            normed = self.head.layer(i, normed, residual, at, self._pages(cache, i), plans[window])
         return normed, normed if self._spec.feed_normed else residual

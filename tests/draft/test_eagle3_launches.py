@@ -22,7 +22,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.model import decoder
-from batchspec.model.layers.attention import paged
+from batchspec.model.layers.attention import block, paged
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
@@ -94,7 +94,7 @@ def own_kernels() -> Iterator[Counter[str]]:
         for module, names in OWN_KERNELS.items():
             for name in names:
                 patch.setattr(module, name, uncounted(getattr(module, name), calls, name))
-        patch.setattr(reader, "plan_attention", plan)
+        patch.setattr(block, "plan_attention", plan)
         yield calls
 
 

@@ -23,7 +23,6 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft import corpus as corpus_module
-from batchspec.draft import reader as reader_module
 from batchspec.draft.base import Drafter
 from batchspec.draft.block import BlockDrafter
 from batchspec.draft.block_head import BlockWeights
@@ -142,7 +141,6 @@ def run(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "plan_attention", plan_checked)
-        patch.setattr(reader_module, "plan_attention", plan_checked)
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         patch.setattr(engine.executor, "_launch_round", launch_checked)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}

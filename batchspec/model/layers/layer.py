@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from batchspec.cache.layer_state import LayerState
 from batchspec.model.layers.attention.block import Attention, AttentionSpec
 from batchspec.model.layers.base import BlockSpec, Shard
 from batchspec.model.layers.forward import Block, BlockSource, Selected, SelectedTokens, Stream
+from batchspec.model.layers.head_mixer import HeadMixer, HeadMixerSpec
 from batchspec.model.layers.kind import Computing, Inputs, Mixer, MixerSpec
 from batchspec.model.layers.passes import Pass
 
@@ -43,6 +44,11 @@ class LayerSpec:
         """The mixer of a layer that attends."""
         assert isinstance(self.mixer, AttentionSpec), self.mixer
         return self.mixer
+
+    @property
+    def of_head(self) -> HeadMixerSpec:
+        """The mixer of a draft head's layer, which is of a kind that heads may have."""
+        return cast(HeadMixerSpec, self.mixer)
 
     @property
     def mlp(self) -> MlpSpec:
@@ -79,6 +85,11 @@ class DecoderLayer:
         """The mixer of a layer that attends."""
         assert isinstance(self.mixer, Attention), self.mixer
         return self.mixer
+
+    @property
+    def of_head(self) -> HeadMixer:
+        """The mixer of a draft head's layer."""
+        return cast(HeadMixer, self.mixer)
 
     @property
     def num_experts_read(self) -> Tensor | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import most_keys
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
+from batchspec.cache.page_format import LayerPages
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import ConfigError
 from batchspec.kernels.attention.ordered_step import PART
@@ -34,7 +36,7 @@ from batchspec.model.layers.base import (
     scaled,
     shifted,
 )
-from batchspec.model.layers.forward import Attend, BlockSource, Product, StoreKV, Stream
+from batchspec.model.layers.forward import Attend, BlockSource, StoreKV, Stream
 from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work
 from batchspec.model.layers.passes import Pass
 from batchspec.model.layers.scaled import scaled_product
@@ -90,6 +92,10 @@ class AttentionSpec(NormedSpec, MixerSpec):
         """How q and k are rotated."""
         assert self.rope is not None
         return self.rope
+
+    @property
+    def rotated_size(self) -> int:
+        return self.head_dim
 
     @property
     def inner_size(self) -> int:
@@ -156,6 +162,9 @@ class AttentionSpec(NormedSpec, MixerSpec):
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
         return Gemm(product=self.qkv, ops=into), self.gemm_of_output(self.out)
+
+    def head_gemms(self) -> tuple[Gemm, ...]:
+        return *(Gemm(product=own, ops=("linear",)) for own in (self.qkv, self.kv)), self.gemm_of_output(self.out)
 
     def heads_of(self, shard: Shard) -> slice:
         """The query heads of a rank; all ranks have equally many."""
@@ -264,6 +273,15 @@ class AttentionSpec(NormedSpec, MixerSpec):
         )
         return rope, batch.slot_mapping, plan
 
+    def plan(self, batch: FlatBatch, pages: LayerPages, *, window: int | None, sink: int) -> AttentionPlan:
+        return plan_attention(batch, LayerKV.of(pages), num_heads=self.num_heads, window=window, sink=sink)
+
+    def store(self, pages: LayerPages, rope: Rope, slots: Tensor) -> PagedStore:
+        return PagedStore(rope=rope, slot_mapping=slots, kv=LayerKV.of(pages))
+
+    def attend(self, pages: LayerPages, plan: AttentionPlan, positions: Tensor | None = None) -> PagedAttend:
+        return PagedAttend(kv=LayerKV.of(pages), plan=plan, positions=positions)
+
     def build(self, source: BlockSource) -> Attention:
         return Attention(self, source)
 
@@ -288,10 +306,9 @@ class Attention:
         assert self._norm is not None
         return self._norm
 
-    @property
-    def kv(self) -> Product:
-        """The part of its first product that computes K and V."""
-        return self._qkv.rows_from(self.spec.q_rows)
+    def keeper(self) -> Callable[[Tensor, StoreKV], Tensor]:
+        kv = self._qkv.rows_from(self.spec.q_rows)
+        return lambda normed, store: self._rotated(kv(normed, store.lora), store)
 
     def norms_in_product(self, stream: Stream) -> bool:
         return self.spec.norms_in_kernel and stream.norms_in_product(self._qkv, gated=False)
@@ -303,13 +320,8 @@ class Attention:
         """
         return self._stored(stream.project(self._norm, self.spec.eps, self._qkv, store.lora, out_aux=out_aux), store)
 
-    def queries_of(self, normed: Tensor, store: StoreKV, product: Product | None = None) -> Tensor:
-        """The same for an input [T, input_size] that the caller has normed.
-
-        product  `spec.kv`: compute and store K and V only; the returned tensor is then empty
-        """
-        if product is not None:
-            return self._rotated(product(normed, store.lora), store)
+    def queries_of(self, normed: Tensor, store: StoreKV) -> Tensor:
+        """The same for an input [T, input_size] that the caller has normed."""
         return self._stored(self._qkv(normed, store.lora), store)
 
     def finish(self, begun: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:

@@ -9,7 +9,7 @@ Both compute the same. The one with fewer operations is taken: mostly the first 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,22 +87,27 @@ class TorchLatentPlan:
     def __init__(self, batch: FlatBatch, *, window: int | None, sink: int) -> None:
         """window, sink: as of `Pass`."""
         self._batch, self._window, self._sink = batch, window, sink
-        self._rows: list[_Row] | None = None
+        self._at: Tensor | None = None
+        """The positions of the latest call, which `_rows` are of."""
+        self._rows: list[_Row] = []
 
-    def attend(self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float, positions: Tensor | None = None
+    ) -> Tensor:
         out = q.new_zeros(*q.shape[:2], sizes.value_dim)
         if is_dry():  # lengths are undefined
             return out
-        if self._rows is None:
-            self._rows = self._listed(pages)
+        positions = self._batch.positions if positions is None else positions
+        if positions is not self._at:
+            self._at, self._rows = positions, self._listed(pages, positions)
         for row in self._rows:
             own, (latents, rotated) = q[row.place], pages.read(row.page_ids, row.num_keys)
             form = absorbed if sizes.absorbs(len(own), row.num_keys) else expanded
             out[row.place] = form(own, latents, rotated, row.mask, matrices, sizes, scale)
         return out
 
-    def _listed(self, pages: LatentPages) -> list[_Row]:
-        batch, layout, found = self._batch, pages.layout, []
+    def _listed(self, pages: LatentPages, at: Tensor) -> list[_Row]:
+        batch, layout, found = replace(self._batch, positions=at), pages.layout, []
         sees, device = Sight(batch, self._window, self._sink, layout.dtype), batch.positions.device
         begins, lengths = batch.cu_seqlens_q.tolist(), batch.kv_len.tolist()
         for r, (begin, end, num_keys) in enumerate(zip(begins, begins[1:], lengths, strict=False)):

@@ -12,13 +12,16 @@ Source: transformers, models/glm4_moe_lite; DeepSeek-AI 2024, DeepSeek-V2 (arXiv
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
+from batchspec.cache.page_format import LayerPages
 from batchspec.console.text import bytes_text
 from batchspec.kernels.attention.schedule_reference import WAVES
 from batchspec.kernels.attention.settings import MAX_QUERIES
@@ -75,6 +78,15 @@ class LatentSpec(NormedSpec, MixerSpec):
     """Of q_a, kv_a and o_proj."""
     name: str = "self_attn"
     norm: str | None = "input_layernorm"
+    window: ClassVar[None] = None
+
+    @property
+    def rotation(self) -> RopeSpec:
+        return self.rope
+
+    @property
+    def rotated_size(self) -> int:
+        return self.sizes.rope_dim
 
     @property
     def vector_size(self) -> int:
@@ -144,6 +156,9 @@ class LatentSpec(NormedSpec, MixerSpec):
         """kv_b counts as a product of each token: both forms of `attend.py` multiply by it once for a token of their pass."""
         into = (Gemm(product=own, ops=("linear",)) for own in (*self.queries, self.kv_a))
         return *into, Gemm(product=self.kv_b, ops=()), self.gemm_of_output(self.out)
+
+    def head_gemms(self) -> tuple[Gemm, ...]:
+        return self.gemms(1)
 
     def layout(self, run: Computing) -> LatentLayout:
         return LatentLayout(
@@ -217,10 +232,17 @@ class LatentSpec(NormedSpec, MixerSpec):
     def _prepared(self, pass_: Pass, kept: Kept) -> tuple[Rope, Tensor, LatentPlan]:
         batch, pages = pass_.of_group(kept.group), LatentPages.of(kept.pages)
         rope = rope_of(batch.rope_positions, pass_.tables[self.rope, self.sizes.rope_dim], self.rope, pass_.dtype)
-        plan = plan_latents(
-            batch, pages, num_heads=self.num_heads, sizes=self.sizes, window=pass_.window, sink=pass_.sink
-        )
-        return rope, batch.slot_mapping, plan
+        return rope, batch.slot_mapping, self.plan(batch, pages, window=pass_.window, sink=pass_.sink)
+
+    def plan(self, batch: FlatBatch, pages: LayerPages, *, window: int | None, sink: int) -> LatentPlan:
+        own = LatentPages.of(pages)
+        return plan_latents(batch, own, num_heads=self.num_heads, sizes=self.sizes, window=window, sink=sink)
+
+    def store(self, pages: LayerPages, rope: Rope, slots: Tensor) -> LatentStore:
+        return LatentStore(rope=rope, slot_mapping=slots, pages=LatentPages.of(pages))
+
+    def attend(self, pages: LayerPages, plan: LatentPlan, positions: Tensor | None = None) -> LatentAttend:
+        return LatentAttend(plan=plan, pages=LatentPages.of(pages), positions=positions)
 
     def build(self, source: BlockSource) -> LatentAttention:
         return LatentAttention(self, source)
@@ -231,12 +253,12 @@ class LatentAttention:
 
     def __init__(self, spec: LatentSpec, source: BlockSource) -> None:
         self.spec = spec
-        self._norm = source.vector(f"{spec.norm}.weight")
+        self.norm = source.vector(f"{spec.norm}.weight")
         self._queries = [source.product(own) for own in spec.queries]
         self._q_norm = None if spec.query_rank is None else source.vector(f"{spec.name}.q_a_layernorm.weight")
         self._kv_a = source.product(spec.kv_a)
         self._kv_norm = source.vector(f"{spec.name}.kv_a_layernorm.weight")
-        self._matrices = Matrices.of(source.matrix(spec.kv_b).to(self._norm.dtype), spec.sizes)  # multiplied from both sides
+        self._matrices = Matrices.of(source.matrix(spec.kv_b).to(self.norm.dtype), spec.sizes)  # multiplied from both sides
         self._out = source.product(spec.out)
 
     def norms_in_product(self, stream: Stream) -> bool:
@@ -244,16 +266,27 @@ class LatentAttention:
 
     def begin(self, stream: Stream, store: LatentStore, out_aux: Tensor | None = None) -> Tensor:
         """q [T, NH, N + P]; the vectors of the tokens are stored."""
-        x = stream.normed(self._norm, self.spec.eps, out_aux=out_aux)
-        rows = self._kv_a(x, store.lora)
+        return self.queries_of(stream.normed(self.norm, self.spec.eps, out_aux=out_aux), store)
+
+    def queries_of(self, normed: Tensor, store: LatentStore) -> Tensor:
+        rows = self._kv_a(normed, store.lora)
         q, *more = self._queries
-        heads = q(x, store.lora)
+        heads = q(normed, store.lora)
         for q_b in more:
             assert self._q_norm is not None
             heads = q_b(rms_norm(heads, self._q_norm, self.spec.inner_eps), store.lora)
-        heads = heads.view(len(x), -1, self.spec.sizes.query_dim)
-        return store.write(rows, heads, self._kv_norm, self.spec.inner_eps)
+        return self._stored(rows, heads.view(len(normed), -1, self.spec.sizes.query_dim), store)
+
+    def keeper(self) -> Callable[[Tensor, LatentStore], Tensor]:
+        return lambda normed, store: self._stored(
+            self._kv_a(normed, store.lora), normed.new_empty(len(normed), 0, self.spec.sizes.query_dim), store
+        )
+
+    def _stored(self, rows: Tensor, q: Tensor, store: LatentStore) -> Tensor:
+        return store.write(rows, q, self._kv_norm, self.spec.inner_eps)
 
     def finish(self, begun: Tensor, stream: Stream, attend: LatentAttend, *, add_in_product: bool) -> None:
-        attended = attend.plan.attend(begun, attend.pages, self._matrices, self.spec.sizes, self.spec.scale)
+        attended = attend.plan.attend(
+            begun, attend.pages, self._matrices, self.spec.sizes, self.spec.scale, attend.positions
+        )
         stream.add_product(self._out, attended.flatten(1), attend.lora, in_product=add_in_product)

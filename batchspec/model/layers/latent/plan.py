@@ -16,8 +16,13 @@ from batchspec.model.layers.latent.verify import LatentVerifyPlan, fits_verify
 class LatentPlan(Protocol):
     """Which latents the queries of a pass read: the same for all layers."""
 
-    def attend(self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float) -> Tensor:
-        """q [T, NH, N + P], its last P numbers rotated -> attended values [T, NH, V], 0 for dead rows."""
+    def attend(
+        self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float, positions: Tensor | None = None
+    ) -> Tensor:
+        """q [T, NH, N + P], its last P numbers rotated -> attended values [T, NH, V], 0 for dead rows.
+
+        positions  int64 [T] to use instead of the batch's: not earlier, and below the row's kv_len, as of `AttentionPlan`
+        """
 
 
 def plan_latents(

@@ -120,7 +120,10 @@ class LatentPrefillPlan:
             plan = plan_flash(part, kv, num_heads=heads, window=window) if few else VarlenPlan(part, kv, window=window)
             self._parts.append(_Part(place, heads, plan))
 
-    def attend(self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float, positions: Tensor | None = None
+    ) -> Tensor:
+        assert positions is None, "of chains of drafts alone, whose steps are no prefills"
         out = q.new_empty(*q.shape[:2], sizes.value_dim)
         for part in self._parts:
             for first in range(0, q.shape[1], part.heads):

@@ -52,3 +52,5 @@ class LatentAttend:
     plan: LatentPlan
     pages: LatentPages
     lora: LoraTokens | None = None
+    positions: Tensor | None = None
+    """int64 [T] positions of the queries if they are later than the plan's"""

@@ -38,13 +38,15 @@ class LatentVerifyPlan:
         self._partials = partials_of(self._work, sizes.latent_dim)
         self._listed = False  # as of `VerifyPlan`
 
-    def attend(self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, pages: LatentPages, matrices: Matrices, sizes: HeadSizes, scale: float, positions: Tensor | None = None
+    ) -> Tensor:
         queries, rotated = q.split((sizes.key_dim, sizes.rope_dim), -1)
         queries = torch.bmm(queries.transpose(0, 1), matrices.keys).transpose(0, 1)
         found = q.new_empty(queries.shape)
         verify_latents(
-            queries, rotated, pages.vectors, self._batch.page_table, self._batch.positions, self._work, self._partials,
-            scale=scale, out=found, early=self._listed,
+            queries, rotated, pages.vectors, self._batch.page_table, self._batch.positions if positions is None else positions,
+            self._work, self._partials, scale=scale, out=found, early=self._listed,
         )
         self._listed = True
         out = q.new_empty(*q.shape[:2], sizes.value_dim)
