@@ -2,11 +2,12 @@
 
     position p of a row  e = embed(token[p+1]),  h = the target's hidden state at p, after its final norm
     input of the layer   x = fc(cat(norm(e), norm(h)))
-    layer                a decoder layer that attends, on x, with K/V of its own at position p
+    layer                a decoder layer that attends, on x, with K/V or a latent of its own at position p
     output               norm(x);  the target's output matrix times it gives the logits of token p+2
 
 Source: DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437), section 2.2; transformers, modeling_layers.MtpLayer; names of
-Qwen3-Next and Qwen3.5: vLLM, model_executor/models/qwen3_next_mtp.py and qwen3_5_mtp.py; of GLM-4.5: glm4_moe_mtp.py.
+Qwen3-Next and Qwen3.5: vLLM, model_executor/models/qwen3_next_mtp.py and qwen3_5_mtp.py; of GLM-4.5: glm4_moe_mtp.py; of
+DeepSeek-V3: deepseek_mtp.py.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
         return nemotron_of_transformers(folder, mtp)
     from transformers import AutoConfig
     from transformers.modeling_layers import MtpLayer
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.glm4_moe import modeling_glm4_moe as glm
+    from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as lite
     from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as moe
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -83,6 +85,7 @@ def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
     auto: Any = AutoConfig
     config = auto.from_pretrained(folder).get_text_config()
     config.layer_types, config.num_hidden_layers, config.first_k_dense_replace = ["full_attention"], 1, 0
+    config.mlp_layer_types = ["sparse"]
     config._attn_implementation = config._experts_implementation = "eager"
     kind, norm, rotary = {
         "qwen3_5_text": (dense.Qwen3_5DecoderLayer, dense.Qwen3_5RMSNorm, dense.Qwen3_5TextRotaryEmbedding),
@@ -91,11 +94,13 @@ def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
             qwen3_next.Qwen3NextDecoderLayer, qwen3_next.Qwen3NextRMSNorm, qwen3_next.Qwen3NextRotaryEmbedding,
         ),
         "glm4_moe": (glm.Glm4MoeDecoderLayer, glm.Glm4MoeRMSNorm, glm.Glm4MoeRotaryEmbedding),
+        "glm4_moe_lite": (lite.Glm4MoeLiteDecoderLayer, lite.Glm4MoeLiteRMSNorm, lite.Glm4MoeLiteRotaryEmbedding),
+        "deepseek_v3": (deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RMSNorm, deepseek.DeepseekV3RotaryEmbedding),
     }[config.model_type]
     layer, rope = MtpLayer(config, kind, norm, 0).double().eval(), rotary(config)
     tensors = fused({f"mtp.{name}": tensor for name, tensor in mtp.tensors.items()})
     own = {_renamed(name.removeprefix("mtp.")): tensor for name, tensor in tensors.items()}
-    if config.model_type == "glm4_moe":
+    if config.model_type in NAMES:
         own = {name.replace("shared_expert.", "shared_experts."): x + 1 if "norm" in name else x for name, x in own.items()}
     layer.load_state_dict(own)
 
@@ -134,7 +139,7 @@ def test_the_layer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(tokens, hidden, 1), theirs(tokens, hidden), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts, fused", "next", "wrapped", "glm", "nemotron"])
+@pytest.mark.parametrize("name", ["dense", "experts, fused", "next", "wrapped", "glm", "glm, latents", "deepseek", "nemotron"])
 def test_drafts_are_those_of_a_chain_of_transformers(name: str, tmp_path: Path) -> None:
     """The model's last hidden state, the layer, the output matrix; then the layer's own output in place of the hidden state."""
     mtp = read_mtp(make_mtp_model(tmp_path, name))

@@ -18,7 +18,10 @@ from batchspec.draft import mtp_head
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.mtp_head import MtpHead, MtpShape
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
+from batchspec.model.layers.latent.block import LatentAttention, LatentSpec
+from batchspec.model.layers.latent.store import LatentStore
 
+_KEEPER = LatentAttention.keeper
 _FEATURES, _PREFILL, _CATCH_UP = MtpHead.features, ChainDrafter.prefill, ChainDrafter.catch_up
 
 
@@ -73,6 +76,23 @@ def _fed_before_its_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MtpShape, "feed_normed", False)
 
 
+def _of_the_first_step(patch: pytest.MonkeyPatch) -> None:
+    """Queries of later steps of a chain attend to the keys of the first step."""
+    attend = LatentSpec.attend
+    patch.setattr(LatentSpec, "attend", lambda self, pages, plan, positions=None: attend(self, pages, plan))
+
+
+def _kept_without_norm(patch: pytest.MonkeyPatch) -> None:
+    """Tokens that only leave a latent leave one that is not normed."""
+
+    def keeper(self: LatentAttention) -> Callable[[Tensor, LatentStore], Tensor]:
+        own = copy(self)
+        own._kv_norm = torch.ones_like(self._kv_norm)
+        return _KEEPER(own)
+
+    patch.setattr(LatentAttention, "keeper", keeper)
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the hidden state of the position before": _of_the_position_before,
     "the hidden state before the final norm": _before_the_final_norm,
@@ -84,3 +104,8 @@ SMALL_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a step fed with the state before the layer's norm": _fed_before_its_norm,
 }
 """Those that drafts show, but acceptance need not."""
+LATENT_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "later steps read the keys of the first one": _of_the_first_step,
+    "a latent that is kept alone is not normed": _kept_without_norm,
+}
+"""Those of an MTP layer with latent attention."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +23,13 @@ from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.round import Round
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import SamplingParams
-from tests.draft.mtp_faults import FAULTS, SMALL_FAULTS
+from tests.draft.mtp_faults import FAULTS, LATENT_FAULTS, SMALL_FAULTS
 from tests.draft.test_eagle3 import in_turn
 from tests.helpers.automata import EOS, VOCABULARY, automaton, may_follow
 from tests.helpers.drafting import synthetic
 from tests.helpers.engines import DEVICE, VOCAB, _draw, decode, make_engine, request
 from tests.helpers.mtp_checkpoints import LAYOUTS, make_mtp_model
-from tests.helpers.mtp_definition import Choose
+from tests.helpers.mtp_definition import Choose, read_mtp
 from tests.helpers.mtp_drafting import (
     CHUNK,
     Model,
@@ -78,7 +79,10 @@ def test_drafts_are_those_of_the_definition(place: int, name: str, model_of: Mod
 
 @pytest.mark.parametrize(
     ("name", "draft_len"),
-    [("dense", 1), ("next", 2), ("dense", 5), ("next", 8), ("nemotron", 1), ("nemotron", 2), ("nemotron", 3)],
+    [
+        ("dense", 1), ("next", 2), ("dense", 5), ("next", 8), ("nemotron", 1), ("nemotron", 2), ("nemotron", 3),
+        ("glm, latents", 1), ("deepseek", 2), ("glm, latents", 3), ("deepseek", 4),
+    ],
 )
 def test_chains_of_any_length_are_those_of_the_definition(name: str, draft_len: int, model_of: ModelOf) -> None:
     """The tokens are the model's own."""
@@ -89,6 +93,16 @@ def test_chains_of_any_length_are_those_of_the_definition(name: str, draft_len: 
     assert wrong_drafts(model, drafter.seen) == []
     assert max(len(drafts) for _, drafts in drafter.seen) == draft_len
     assert ran.tokens == run(model.target, requests, wide_batch(3, 0), NoDrafter()).tokens
+
+
+@pytest.mark.parametrize("name", ["glm, latents", "deepseek"])
+def test_drafts_in_fp32_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
+    model = load_model(make_mtp_model(tmp_path, name), torch.float32)
+    drafter = drafter_of(model, 4, slots=3)
+    run(model.target, mixed_requests(), wide_batch(3, 4), drafter, options=synthetic(4))
+    exact = replace(model, mtp=read_mtp(tmp_path, torch.float32))
+    assert wrong_drafts(exact, drafter.seen) == []
+    assert num_drafted(drafter.seen) > 70
 
 
 @pytest.mark.parametrize("name", ["experts, fused", "wrapped"])
@@ -105,7 +119,7 @@ def test_long_prompts_in_several_passes(name: str, model_of: ModelOf) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("name", ["dense", "next", "nemotron"])
+@pytest.mark.parametrize("name", ["dense", "next", "glm, latents", "nemotron"])
 def test_rows_with_a_common_prefix_take_over_its_kv(name: str, model_of: ModelOf) -> None:
     """Rows of one prompt, and rows that have a chunk of it alone in common, some of them with the token after it."""
     model = model_of(name)
@@ -119,7 +133,7 @@ def test_rows_with_a_common_prefix_take_over_its_kv(name: str, model_of: ModelOf
     assert wrong_drafts(model, drafter.seen) == []
 
 
-@pytest.mark.parametrize("name", ["dense", "next", "nemotron"])
+@pytest.mark.parametrize("name", ["dense", "next", "glm, latents", "nemotron"])
 def test_rows_that_are_preempted_keep_their_drafts(name: str, model_of: ModelOf) -> None:
     model = model_of(name)
     requests = [request(i, [(5 * i + j) % VOCAB for j in range(7)], cap=60, predicted=2) for i in range(5)]
@@ -153,7 +167,7 @@ def test_rows_that_an_earlier_run_began_are_drafted_from_all_of_their_tokens(nam
     assert not left
 
 
-@pytest.mark.parametrize("name", ["dense", "next", "nemotron"])
+@pytest.mark.parametrize("name", ["dense", "next", "glm, latents", "nemotron"])
 def test_rounds_of_any_draft_length_leave_the_next_one_its_state(
     name: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,10 +310,18 @@ def test_any_packing_in_more_examples(model_of: ModelOf, data: st.DataObject) ->
     check_any_packing(model_of, data)
 
 
-@pytest.mark.parametrize("fault", FAULTS | SMALL_FAULTS)
-def test_a_fault_in_the_drafter_changes_drafts(fault: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, requests = model_of("experts, fused"), mixed_requests()
-    (FAULTS | SMALL_FAULTS)[fault](monkeypatch)
+ALL_FAULTS = [
+    *(("experts, fused", fault) for fault in FAULTS | SMALL_FAULTS),
+    *(("deepseek", fault) for fault in FAULTS | SMALL_FAULTS | LATENT_FAULTS),
+]
+
+
+@pytest.mark.parametrize(("name", "fault"), ALL_FAULTS)
+def test_a_fault_in_the_drafter_changes_drafts(
+    name: str, fault: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, requests = model_of(name), mixed_requests()
+    (FAULTS | SMALL_FAULTS | LATENT_FAULTS)[fault](monkeypatch)
     drafter = drafter_of(model, 4, slots=3)
     run(model.target, requests, wide_batch(3, 4), drafter, options=synthetic(4))
     wrong = wrong_drafts(model, drafter.seen)

@@ -91,6 +91,8 @@ MODELS: dict[str, Callable[[Path], Pair]] = {
     "next": lambda folder: loaded(make_mtp_model(folder, "next")),
     "fp8": lambda folder: loaded(make_mtp_model(folder, "fp8, mtp plain and not listed")),
     "glm": lambda folder: loaded(make_mtp_model(folder, "glm")),
+    "latents": lambda folder: loaded(make_mtp_model(folder, "glm, latents")),
+    "deepseek, fp8": lambda folder: loaded(make_mtp_model(folder, "deepseek, fp8, fc plain and not listed")),
     "nemotron": lambda folder: loaded(make_mtp_model(folder, "nemotron")),
     "exact": lambda folder: loaded(make_exact_model(folder)),
     "often right": lambda folder: loaded(make_exact_model(folder, noise=0.05)),
@@ -179,7 +181,7 @@ def without_drafts(pair: Pair, requests: Sequence[Request]) -> dict[str, Outcome
     return {done.request_id: outcome(done) for done in engine.run(iter(requests))}
 
 
-@pytest.mark.parametrize("name", ["adapters, experts", "often right", "next"])
+@pytest.mark.parametrize("name", ["adapters, experts", "often right", "next", "latents"])
 @settings(deadline=None, max_examples=6, suppress_health_check=list(HealthCheck))
 @given(job=asked_rows(), data=st.data())
 def test_rows_that_ask_for_all_at_once_have_the_tokens_of_rows_without_drafts(
@@ -235,7 +237,7 @@ def test_sampled_drafts_that_use_the_noise_of_the_draws_are_accepted_more_often(
     assert accepted[0] > 2 * accepted[1]
 
 
-@pytest.mark.parametrize("name", ["dense", "exact", "nemotron"])
+@pytest.mark.parametrize("name", ["dense", "exact", "latents", "nemotron"])
 def test_rows_that_are_preempted_again_and_again_lose_nothing(name: str, pair_of: Callable[[str], Pair]) -> None:
     pair = pair_of(name)
     hot = SamplingParams(temperature=1.0)
@@ -277,7 +279,7 @@ def bits_of(done: Completion) -> list[float]:
 
 RANKED = (
     "dense", "experts, fused", "experts, one by one", "next", "wrapped", "dense, tied, biases, half of each head rotated", "glm",
-    "nemotron", "nemotron, narrow experts in groups, mtp plain in a file of its own",
+    "glm, latents", "deepseek", "nemotron", "nemotron, narrow experts in groups, mtp plain in a file of its own",
 )
 KINDS = {
     "greedy": SamplingParams(), "drawn": SamplingParams(temperature=0.9, top_k=12, top_p=0.9, repetition_penalty=1.3),
@@ -303,6 +305,14 @@ def test_ranks_draft_and_write_what_one_process_does(name: str, kind: str, tmp_p
     expected = drafted(loaded(tmp_path), kind)
     assert len({token for _, drafts in expected[1] for token in drafts}) > VOCAB // 3, "too few different drafts"
     assert all(found == expected for found in on_ranks(2, lambda ranks: drafted(loaded(tmp_path, ranks), kind)))
+
+
+def test_ranks_draft_with_fp8_weights_that_are_cut_at_blocks(tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 256, "moe_intermediate_size": 256, "n_shared_experts": 1, "n_routed_experts": 3}
+    heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "n_group": 1, "topk_group": 1}
+    make_mtp_model(tmp_path, "deepseek, fp8, fc plain and not listed", **sizes, **heads)
+    expected = drafted(loaded(tmp_path), "drawn")
+    assert all(found == expected for found in on_ranks(2, lambda ranks: drafted(loaded(tmp_path, ranks), "drawn")))
 
 
 def test_ranks_choose_equally_many_tokens_for_drafts(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_a_model_whose_family_has_no_such_layer_is_refused(made: Path, tmp_path:
     assert "(llama) has no MTP layer that is supported; use draft=eagle3 or draft=parallel" in said
 
 
-@pytest.mark.parametrize(("name", "family"), [("glm", "glm4_moe"), ("nemotron", "nemotron_h")])
+@pytest.mark.parametrize(("name", "family"), [("glm", "glm4_moe"), ("deepseek", "deepseek_v3"), ("nemotron", "nemotron_h")])
 def test_a_layer_whose_router_has_a_bias_is_refused(name: str, family: str, made: Path, tmp_path: Path, capfd: Any) -> None:
     make_mtp_model(tmp_path / "model", name)
     (tmp_path / "out").symlink_to(made / "out")

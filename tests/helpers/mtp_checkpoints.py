@@ -41,6 +41,14 @@ GLM: dict[str, Any] = {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 3,
     "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
 }
+LATENTS: dict[str, Any] = {
+    "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 512, "eos_token_id": None, "rms_norm_eps": 1e-5, "q_lora_rank": 20, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_nextn_predict_layers": 1, "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 3, "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+"""Of a model whose layers all have latent attention."""
 NEMOTRON: dict[str, Any] = {
     "hidden_size": 36, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "eos_token_id": None, "mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 5, "n_routed_experts": 6,
@@ -51,7 +59,7 @@ NEMOTRON: dict[str, Any] = {
 SAYS_MTP: dict[str, Any] = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 """Keys of Qwen3.5; Qwen3-Next has none, and its files have a layer all the same."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_CONVERTED = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
+_CONVERTED = ("_proj.weight", "_with_mqa.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
 _PLAIN_MODULES = ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"]
 
 
@@ -86,6 +94,12 @@ def fp8(tensors: Tensors) -> Tensors:
         else:
             found[name] = tensor
     return found
+
+
+def fp8_but_fc(tensors: Tensors) -> Tensors:
+    """The same, and the product that joins embedding and hidden state in bf16, as in files of DeepSeek."""
+    fc = {name: tensor for name, tensor in tensors.items() if "eh_proj" in name}
+    return fp8({name: tensor for name, tensor in tensors.items() if name not in fc}) | bf16(fc)
 
 
 def packed(packer_of: Callable[[str], Packer | None]) -> Callable[[Tensors], Tensors]:
@@ -146,6 +160,7 @@ _FP8_AND_NVFP4 = compressed(group("float-quantized", "re:.*self_attn.*"), group(
 _DENSE: dict[str, Any] = {"family": "qwen3_5_text", "added": SAYS_MTP}
 _MOE: dict[str, Any] = {"family": "qwen3_5_moe_text", "experts": True}
 _GLM: dict[str, Any] = {"family": "glm4_moe", "shape": ATTENDS}
+_DEEPSEEK: dict[str, Any] = {"family": "deepseek_v3", "shape": {**LATENTS, "first_k_dense_replace": 1}}
 _NEMOTRON: dict[str, Any] = {"family": "nemotron_h", "shape": NEMOTRON, "store": with_uneven_last_norm}
 LAYOUTS: dict[str, Layout] = {
     "dense": Layout(**_DENSE),
@@ -200,6 +215,15 @@ LAYOUTS: dict[str, Layout] = {
         **_GLM, added=fp8_config(), store=fp8, store_mtp=fp8, files=2,
         config={**GLM, "use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
+    "glm, latents": Layout(family="glm4_moe_lite", shape=LATENTS),
+    "glm, latents, no q_a, biases, halves": Layout(
+        family="glm4_moe_lite", shape=LATENTS, files=2,
+        config={"q_lora_rank": None, "attention_bias": True, "rope_interleave": False, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek": Layout(**_DEEPSEEK),
+    "deepseek, fp8, fc plain and not listed": Layout(
+        **_DEEPSEEK, added=fp8_config(), store=fp8, store_mtp=fp8_but_fc, files=2
+    ),
     "nemotron": Layout(**_NEMOTRON, added={"mtp_hybrid_override_pattern": "*E"}),
     "nemotron, narrow experts in groups, mtp plain in a file of its own": Layout(
         **_NEMOTRON, config={"moe_latent_size": 28, "n_group": 3, "topk_group": 2}, store_mtp=bf16, files=2,
@@ -219,7 +243,7 @@ def make_mtp_model(folder: Path, name: str, *, seed: int = 0, **config: Any) -> 
         make_wrapped(folder, layout.wrapper, keys, vocab=VOCAB, seed=seed, tie_word_embeddings=False)
     tensors = load_file(folder / "model.safetensors")
     mtp = layout.store_mtp(published(mtp_tensors(text_config(folder), seed=seed + 1), text_config(folder)))
-    if layout.family == "glm4_moe":
+    if NAMES.get(layout.family) == GLM_NAMES:
         mtp |= copies_of(tensors, mtp_prefix(text_config(folder)))
     write_model(folder, layout.store(tensors), mtp, files=layout.files)
     change_config(folder, **layout.added)
@@ -258,7 +282,7 @@ def stored_mtp(folder: Path) -> Tensors:
 
 def mtp_prefix(config: dict[str, Any]) -> str:
     """What the names of the layer's tensors begin with in files of this language model."""
-    return f"model.layers.{config['num_hidden_layers']}." if config["model_type"] == "glm4_moe" else "mtp."
+    return f"model.layers.{config['num_hidden_layers']}." if NAMES.get(config["model_type"]) == GLM_NAMES else "mtp."
 
 
 def copies_of(tensors: Tensors, prefix: str) -> Tensors:
@@ -280,7 +304,9 @@ NEMOTRON_NAMES = {
     "mtp.layers.0.mlp.": "layers.1.mixer.",
 }
 """The same of Nemotron."""
-NAMES = {"glm4_moe": GLM_NAMES, "nemotron_h": NEMOTRON_NAMES}
+NAMES = {
+    "glm4_moe": GLM_NAMES, "glm4_moe_lite": GLM_NAMES, "deepseek_v3": GLM_NAMES, "nemotron_h": NEMOTRON_NAMES,
+}
 """Of the families whose names are not Qwen's; their norms multiply by their weight, Qwen's by 1 + weight."""
 
 
@@ -307,7 +333,7 @@ def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
     """Random fp32 tensors of a layer by the names of Qwen's files, experts one by one; large enough that drafts vary, and norms
     that are not their usual zeros."""
     rng = torch.Generator().manual_seed(seed)
-    hidden, dim = config["hidden_size"], config["head_dim"]
+    hidden, dim = config["hidden_size"], config.get("head_dim", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layer, found, is_qwen = "mtp.layers.0.", Tensors(), config["model_type"] not in NAMES
     is_nemotron, norms_heads = config["model_type"] == "nemotron_h", is_qwen or config.get("use_qk_norm", False)
@@ -331,9 +357,25 @@ def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
     for name in ("input_layernorm", "post_attention_layernorm"):
         norm(layer + name, hidden)
     bias = config.get("attention_bias", False)
-    for name, count in (("q", (2 if is_qwen else 1) * heads), ("k", kv_heads), ("v", kv_heads)):
-        linear(f"{layer}self_attn.{name}_proj", count * dim, hidden, bias=bias)
-    linear(f"{layer}self_attn.o_proj", hidden, heads * dim, bias=bias and is_qwen)
+    if "kv_lora_rank" in config:
+        latent, rotated, of_key, of_value = (
+            config[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
+        rank, rows = config["q_lora_rank"], heads * (of_key + rotated)
+        if rank is None:
+            linear(f"{layer}self_attn.q_proj", rows, hidden)
+        else:
+            linear(f"{layer}self_attn.q_a_proj", rank, hidden, bias=bias)
+            norm(f"{layer}self_attn.q_a_layernorm", rank)
+            linear(f"{layer}self_attn.q_b_proj", rows, rank)
+        linear(f"{layer}self_attn.kv_a_proj_with_mqa", latent + rotated, hidden, bias=bias)
+        norm(f"{layer}self_attn.kv_a_layernorm", latent)
+        linear(f"{layer}self_attn.kv_b_proj", heads * (of_key + of_value), latent)
+        linear(f"{layer}self_attn.o_proj", hidden, heads * of_value, bias=bias)
+    else:
+        for name, count in (("q", (2 if is_qwen else 1) * heads), ("k", kv_heads), ("v", kv_heads)):
+            linear(f"{layer}self_attn.{name}_proj", count * dim, hidden, bias=bias)
+        linear(f"{layer}self_attn.o_proj", hidden, heads * dim, bias=bias and is_qwen)
     for name in ("q_norm", "k_norm") if norms_heads else ():
         norm(f"{layer}self_attn.{name}", dim)
     num_experts = config.get("num_experts" if is_qwen else "n_routed_experts")

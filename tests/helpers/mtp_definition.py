@@ -7,9 +7,9 @@
 
 It reads none of batchspec's code for the layer: tensors by the names of a file, plain torch. RMS norms multiply by 1 + weight,
 and those of a GLM or Nemotron are read as the difference of their weights to 1, under the names of Qwen's.
-Source: Qwen3-Next, Qwen3.5 and GLM-4.5 as in transformers (`modeling_layers.MtpLayer`, models/qwen3_next, models/qwen3_5,
-models/glm4_moe) and in vLLM (model_executor/models/qwen3_next_mtp.py); Nemotron as in vLLM (nemotron_h_mtp.py), of the blocks of
-transformers, models/nemotron_h.
+Source: Qwen3-Next, Qwen3.5, GLM and DeepSeek-V3 as in transformers (`modeling_layers.MtpLayer`, models/qwen3_next,
+models/qwen3_5, models/glm4_moe, models/glm4_moe_lite, models/deepseek_v3) and in vLLM (model_executor/models/qwen3_next_mtp.py);
+Nemotron as in vLLM (nemotron_h_mtp.py), of the blocks of transformers, models/nemotron_h.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Mtp:
     def linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (1 + self.tensors[f"{name}.weight"])
+    def norm(self, name: str, x: Tensor, eps: float | None = None) -> Tensor:
+        eps = self.eps if eps is None else eps
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (1 + self.tensors[f"{name}.weight"])
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Positions 0 .. n-1: what follows `norm` [..., n, H].
@@ -66,7 +67,8 @@ class Mtp:
         """
         embedded = self.norm("pre_fc_norm_embedding", F.embedding(tokens, self.embedding))
         x = self.linear("fc", torch.cat((embedded, self.norm("pre_fc_norm_hidden", hidden)), -1))
-        x = x + self._attention(self.norm(f"{LAYER}input_layernorm", x))
+        attention = self._latent_attention if "kv_lora_rank" in self.config else self._attention
+        x = x + attention(self.norm(f"{LAYER}input_layernorm", x))
         normed = self.norm(f"{LAYER}post_attention_layernorm", x)
         x = x + (self._experts(normed) if f"{LAYER}mlp.gate.weight" in self.tensors else self._mlp(f"{LAYER}mlp", normed))
         return self.norm("norm", x)
@@ -87,14 +89,45 @@ class Mtp:
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         q, k = self._rotated(q), self._rotated(k)
         k, v = (own.repeat_interleave(q.shape[-2] // own.shape[-2], -2) for own in (k, v))
-        place = torch.arange(x.shape[-2])
+        attended = self._attended(q, k, v)
+        return self.linear(f"{name}.o_proj", (attended * gate[0].sigmoid() if gate else attended).flatten(-2))
+
+    def _latent_attention(self, x: Tensor) -> Tensor:
+        """Keys and values of all heads are made of one latent a token. The last numbers of a key, which are those of all heads,
+        are rotated, and no others."""
+        name, heads, config = f"{LAYER}self_attn", self.config["num_attention_heads"], self.config
+        latent, rotated, plain = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+        if config["q_lora_rank"] is None:
+            q = self.linear(f"{name}.q_proj", x)
+        else:
+            q = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x), 1e-6))
+        q = q.unflatten(-1, (heads, -1))
+        c, shared = self.linear(f"{name}.kv_a_proj_with_mqa", x).split((latent, rotated), -1)
+        kv = self.linear(f"{name}.kv_b_proj", self.norm(f"{name}.kv_a_layernorm", c, 1e-6)).unflatten(-1, (heads, -1))
+        q = torch.cat((q[..., :plain], self._turned(q[..., plain:])), -1)
+        k = torch.cat((kv[..., :plain], self._turned(shared[..., None, :]).expand(*kv.shape[:-1], -1)), -1)
+        return self.linear(f"{name}.o_proj", self._attended(q, k, kv[..., plain:]).flatten(-2))
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """x [..., n, heads, P] at positions 0, 1, ...: numbers 2j and 2j + 1 are a pair, or j and j + P / 2; by angles in
+        fp32."""
+        size = x.shape[-1]
+        frequency = 1 / self.config["rope_parameters"]["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        angle = torch.arange(x.shape[-3], dtype=torch.float32)[:, None, None] * frequency
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if self.config["rope_interleave"] else x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k and v [..., n, heads, D] -> [..., n, heads, D of v]; no query attends to a later key."""
+        place = torch.arange(q.shape[-3])
         seen = place[None] <= place[:, None]
         if self.window is not None:
             seen &= (place[None] > place[:, None] - self.window) | (place[None] < self.sink)
-        scores = torch.einsum("...qhd,...khd->...hqk", q, k) * dim**-0.5
+        scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        attended = torch.einsum("...hqk,...khd->...qhd", weights, v)
-        return self.linear(f"{name}.o_proj", (attended * gate[0].sigmoid() if gate else attended).flatten(-2))
+        found: Tensor = torch.einsum("...hqk,...khd->...qhd", weights, v)
+        return found
 
     def _rotated(self, x: Tensor) -> Tensor:
         """x [..., n, heads, D] at positions 0, 1, ...; only the first R numbers of each head are rotated, by angles in fp32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchspec.draft.weights import dummy_spec
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
+from batchspec.model.layers.base import Shard
 from batchspec.model.layers.latent.attend import HeadSizes, Matrices, TorchLatentPlan, absorbed, expanded
 from batchspec.model.layers.latent.block import LatentSpec
 from batchspec.model.layers.latent.pages import LatentLayout
@@ -21,13 +23,16 @@ from batchspec.model.lora_shape import LoraShape
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes
-from batchspec.packing.cost import kv_read_bytes, num_multiplied
+from batchspec.packing.cost import kv_read_bytes, num_multiplied, round_seconds
 from batchspec.packing.memory import pass_key_bytes, reserve_bytes
 from batchspec.packing.planner import Demand, choose_batch
+from batchspec.packing.rates import Rates
 from tests.distributed.test_tensor_parallel import IDS, LONG, assert_like_one
 from tests.helpers.engines import one_pass
 from tests.helpers.latents import CPU, SIZES, latent_spec, latent_target
 from tests.helpers.models import make_checkpoint
+from tests.helpers.mtp_checkpoints import make_mtp_model
+from tests.helpers.mtp_drafting import drafter_spec
 from tests.helpers.recurrent import LoudNoise
 from tests.model.test_target import Runner, assert_like_transformers, prompts
 from tests.packing.test_planner import SLOW, always
@@ -75,9 +80,9 @@ def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path
     assert expected_shapes(load_spec(folder)) == saved
 
 
-def test_glm_4_7_flash_keeps_54_kilobytes_per_token_and_its_mtp_layer_is_not_read() -> None:
+def test_glm_4_7_flash_keeps_54_kilobytes_per_token() -> None:
     spec = shape_spec("glm-4.7-flash")
-    assert (spec.unread, spec.mtp, spec.num_mtp_layers) == ((), None, 1)
+    assert (spec.unread, spec.num_mtp_layers) == ((), 1)
     assert spec.ignores("model.layers.47.self_attn.kv_b_proj.weight")
     assert sum(state.page_bytes for state in spec.layer_states(torch.bfloat16, 16, draft_len=0)) == 16 * 47 * 576 * 2
     assert kv_read_bytes(spec, dtype=torch.bfloat16, rows=2, context_tokens=100, tokens_per_row=4) == 200 * 47 * 576 * 2
@@ -85,6 +90,60 @@ def test_glm_4_7_flash_keeps_54_kilobytes_per_token_and_its_mtp_layer_is_not_rea
     assert num_multiplied(spec) == pytest.approx(3.6e9, rel=0.1)
     ((label, said),) = spec.about(spec.computing(torch.bfloat16, draft_len=0))[0].model
     assert (label, said.partition(",")[0]) == ("latents", "47 of the layers keep 54.1 kB per token")
+
+
+@pytest.mark.parametrize(("shape", "last", "weights"), [("glm-4.7-flash", 47, 0.645e9), ("deepseek-v3", 61, 11.61e9)])
+def test_the_mtp_layer_is_one_of_experts_after_the_last_one(shape: str, last: int, weights: float) -> None:
+    spec = shape_spec(shape)
+    assert spec.mtp is not None
+    tensors = [tensor for tensor in spec.mtp.tensors() if not tensor.name.endswith("_scale_inv")]
+    own = {tensor.name.removeprefix(f"model.layers.{last}."): tensor.shape for tensor in tensors}
+    around = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
+    inside = {name for name in own if not name.startswith("mlp.")} - around
+    of_experts = {f"model.layers.{last - 1}.{name}" for name in own if name.startswith("mlp.")}
+    names = {tensor.name for tensor in spec.tensors() if not tensor.name.endswith("_scale_inv")}
+    assert around <= own.keys()
+    assert own["eh_proj.weight"] == (spec.hidden_size, 2 * spec.hidden_size)
+    assert {f"model.layers.{last - 1}.{name}" for name in inside} | of_experts == {
+        name for name in names if name.startswith(f"model.layers.{last - 1}.")
+    }
+    assert sum(prod(size) for size in own.values()) == pytest.approx(weights, rel=0.01)
+
+
+@pytest.mark.parametrize("keys", [{"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": 2}])
+def test_another_number_of_mtp_layers_is_none_to_draft_with(keys: dict[str, int]) -> None:
+    spec = read_spec({**COMMON, **SHAPE, **keys}, "config.json")
+    assert (spec.mtp, spec.num_mtp_layers) == (None, keys["num_nextn_predict_layers"])
+
+
+def test_each_rank_keeps_whole_latents_of_the_mtp_layer_and_those_are_counted(tmp_path: Path) -> None:
+    folder = make_mtp_model(tmp_path, "glm, latents")
+    drafter = drafter_spec(folder, load_spec(folder))
+    for own in (drafter, drafter.of_rank(Shard(1, 2))):
+        (kept,) = own.layer_states(torch.bfloat16, 16)
+        assert (kept.page_bytes, kept.window) == (16 * 2 * (12 + 6), None)
+    weights = sum(prod(tensor.shape) for tensor in drafter.checkpoint.mtp.tensors())
+    assert drafter.weight_bytes(dtype=torch.bfloat16, device=CPU) == pytest.approx(2 * weights, rel=0.01)
+    with pytest.raises(ConfigError, match="cache_dtype=fp8: the MTP layer of glm4_moe_lite keeps something else than K and V"):
+        drafter_spec(folder, load_spec(folder), cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(("shape", "ratios"), [("glm-4.7-flash", [1.0, 1.0, 4 / 3]), ("deepseek-v3", [2.0, 3.0, 4.0])])
+def test_drafts_cost_attention_that_is_bound_by_arithmetic(shape: str, ratios: list[float]) -> None:
+    """20 heads fill a tile of 64 with up to three tokens: then reading is the bound. Four tokens are two tiles, whose arithmetic
+    takes 4 / 3 of the time in which a card with 181 operations a byte reads them. Each token of 128 heads is two tiles."""
+    rates = Rates(name="card", bytes_s=4e12, gemm=((64, 7.26e14), (2048, 7.26e14)), overhead_s=0.0)
+
+    def seconds(draft_len: int) -> float:
+        long, none = (
+            round_seconds(
+                shape_spec(shape), rates, dtype=torch.bfloat16, rows=64, context_tokens=context, tokens_per_row=draft_len + 1
+            )
+            for context in (32768, 0)
+        )
+        return long - none
+
+    assert [seconds(k) / seconds(0) for k in (1, 2, 3)] == pytest.approx(ratios, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """DeepSeek-V3, V3.1 and R1: latent attention, experts of the best groups, and dense first layers.
 
-The files have one layer more, the MTP layer, which is not read. Source: transformers, models/deepseek_v3; DeepSeek-AI 2024,
-DeepSeek-V3 (arXiv 2412.19437).
+The MTP layer, a layer of experts after the last one, joins embedding and hidden state in this order, unlike formula 21 of the
+paper. Source: transformers, models/deepseek_v3; DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437); the MTP layer: vLLM,
+deepseek_mtp.py, and SGLang, deepseek_nextn.py, which like transformers feeds the next draft step what follows the last norm.
 """
 
 from __future__ import annotations
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.families.base import Family, read_mlp
-from batchspec.model.families.glm4_moe import INTEGERS, num_mtp_layers, read_experts, refuses_other_routers
+from batchspec.model.families.glm4_moe import INTEGERS, num_mtp_layers, read_experts, read_mtp, refuses_other_routers
 from batchspec.model.families.latent import SIZES, latent_rope, read_latent, refuses_other_latents
 from batchspec.model.layers.layer import LayerSpec
 
@@ -33,6 +34,7 @@ DEEPSEEK_V3 = Family(
     },
     integers={**INTEGERS, **SIZES},
     rope=latent_rope,
+    mtp=read_mtp,
     num_mtp_layers=num_mtp_layers,
     computes=frozenset({*INTEGERS, *SIZES, "rope_interleave", "routed_scaling_factor", "scoring_func"}),
     refuses=lambda config: refuses_other_latents(config) + refuses_other_routers(config),

@@ -62,7 +62,7 @@ def num_mtp_layers(config: ConfigReader) -> int:
     return config.integer("num_nextn_predict_layers", 1)
 
 
-def _mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
+def read_mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
     """A layer of experts after the last one; None if config.json gives another number than one."""
     if num_mtp_layers(config) != 1:
         return None
@@ -96,7 +96,7 @@ GLM4_MOE = Family(
     },
     integers=INTEGERS,
     rope=partial_rope,
-    mtp=_mtp,
+    mtp=read_mtp,
     num_mtp_layers=num_mtp_layers,
     computes=frozenset({*INTEGERS, "use_qk_norm", "partial_rotary_factor", "routed_scaling_factor", "scoring_func"}),
     refuses=refuses_other_routers,

@@ -1,13 +1,14 @@
 """GLM-4.7-Flash: latent attention in every layer, and the experts of GLM-4.5; the first layer is dense.
 
-The files have one layer more, the MTP layer, which is not read. Source: transformers, models/glm4_moe_lite.
+The MTP layer is that of DeepSeek-V3. Source: transformers, models/glm4_moe_lite; the MTP layer: vLLM,
+model_executor/models/glm4_moe_lite_mtp.py.
 """
 
 from __future__ import annotations
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.families.base import Family, check_kinds, read_mlp
-from batchspec.model.families.glm4_moe import INTEGERS, num_mtp_layers, read_experts, refuses_other_routers
+from batchspec.model.families.glm4_moe import INTEGERS, num_mtp_layers, read_experts, read_mtp, refuses_other_routers
 from batchspec.model.families.latent import SIZES, latent_rope, read_latent, refuses_other_latents
 from batchspec.model.layers.layer import LayerSpec
 
@@ -49,6 +50,7 @@ GLM4_MOE_LITE = Family(
     },
     integers={**INTEGERS, **SIZES},
     rope=latent_rope,
+    mtp=read_mtp,
     num_mtp_layers=num_mtp_layers,
     computes=frozenset({*INTEGERS, *SIZES, "rope_interleave", "routed_scaling_factor", "scoring_func"}),
     refuses=_refuses,
