@@ -175,7 +175,8 @@ def _with_kv(target: Target, args: argparse.Namespace, device: torch.device, tok
     if args.kv == "fp8":
         check_e4m3(device)
         target.spec = target.spec.with_fp8_kv()
-        give_scales(target, None, "calibrate", None, tokenizer)
+        if target.spec.has_kv_scales:
+            give_scales(target, None, "calibrate", None, tokenizer)
     return target
 
 

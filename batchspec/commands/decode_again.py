@@ -141,6 +141,8 @@ def other_cache(job: Job) -> CacheConfig:
     own = job.config.cache
     if job.spec.fp8_kv:
         return replace(own, dtype="auto", scales="auto")
+    if not replace(job.spec, fp8_kv=True).has_kv_scales:
+        return replace(own, dtype="fp8", scales="auto")
     if job.adapter is not None or job.adapters is not None:  # the checkpoint's are those of the model without them
         return replace(own, dtype="fp8", scales="calibrate")
     try:

@@ -206,7 +206,7 @@ class Plan:
             *self._drafter(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
-            f"pages        {pages} of {batch.page_size} tokens, {bytes_text(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
+            f"pages        {pages} of {batch.page_size} tokens, {bytes_text(pages_bytes)}{self._stored}",
             *_lines(line for own in about for line in own.memory),
             self._memory(batch, pages_bytes, row_tensor_bytes(batch, spec, job.dtype, layers)),
             *self._rounds(ahead),
@@ -217,6 +217,11 @@ class Plan:
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
             *(["computed     not measured: slots, memory and times follow from the card's sizes and rates"] if self.card else []),
         ]
+
+    @property
+    def _stored(self) -> str:
+        """What pages hold in e4m3."""
+        return f", {'K and V' if self.job.spec.has_kv_scales else 'latents'} in e4m3" if self.job.spec.fp8_kv else ""
 
     def _card(self) -> list[str]:
         """The card of --card, and by which paths this job runs on it."""

@@ -8,7 +8,7 @@ data type and q of the fp8 cache, before temperature and penalties.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,7 +63,7 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     job, written = job_of(out, dtype, device, other_kv=True), written_tokens(out, num_rows)
     loaded = load_plain(job)
     target, model_dtype = loaded.engine.target, dtype_name(job.dtype)
-    if target.kv_scales is None:
+    if target.kv_scales is None and replace(job.spec, fp8_kv=True).has_kv_scales:
         weights = None if job.config.model.load_format == "dummy" else job.folder
         output = OutputFolder(out)
         give_scales(target, saved_scales(output, job.spec), output.manifest.config["cache"]["scales"], weights, job.tokenizer)

@@ -133,12 +133,13 @@ class CacheConfig:
 
     dtype: str = key("auto", choices=("auto", "fp8"), names=("kv_cache_dtype",))
     """Data type of K and V in memory. auto is the model's; fp8 is e4m3 with a scale of each layer and head: half of the memory of
-    bfloat16, other tokens than with the model's type where rounding decides. Speculation, preemption and shared prefixes change
-    no token of it. On a GPU it needs compute capability 8.9 (Ada, Hopper) or newer."""
+    bfloat16, other tokens than with the model's type where rounding decides. Latents get a scale for each token, and the
+    parts of keys that are rotated keep the model's type. Speculation, preemption and shared prefixes change no token of it. On a
+    GPU it needs compute capability 8.9 (Ada, Hopper) or newer."""
     scales: str = key("auto", choices=("auto", "checkpoint", "calibrate"), advanced=True)
     """Where the scales of cache.dtype=fp8 come from. checkpoint: its k_scale and v_scale. calibrate: the largest K and V over
     fixed texts, with a margin. auto is the checkpoint's if it has them, else calibrate. A job keeps its scales in the output
-    folder, for all its runs."""
+    folder, for all its runs. Only auto for latents, whose scales follow from their numbers."""
     state_dtype: str = key("auto", choices=("auto", "bfloat16"))
     """Data type of the states that recurrent layers (gated delta, Mamba2) keep of each row. auto is float32, or float64 with
     model.dtype=float64; bfloat16 is half of the memory and of the reads and writes of a round, and other tokens where rounding

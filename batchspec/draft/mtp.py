@@ -28,7 +28,6 @@ from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.mtp_head import Mtp, MtpHead, MtpShape, dummy_mtp, load_mtp, open_mtp
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
-from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.base import Shard
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.spec import ModelSpec, load_spec, tokens_of
@@ -69,11 +68,6 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         super().__init__(config, target, draft_vocab=draft_vocab)
         self.checkpoint = MtpShape.of(target, self._open(target))
-        if config.draft.cache_dtype == "fp8" and not isinstance(self.checkpoint.mtp.layer.mixer, AttentionSpec):
-            raise ConfigError(
-                f"draft.cache_dtype=fp8: the MTP layer of {target.family} keeps something else than K and V; use "
-                "draft.cache_dtype=auto"
-            )
 
     @classmethod
     def of(cls, config: RunConfig, target: ModelSpec, *, draft_vocab: int) -> DrafterSpec[Any]:

@@ -272,7 +272,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     adapter, adapters = open_adapters(config, spec)
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
-        check_fp8_kv("calibrate" if dummy else config.cache.scales, spec, model, device)
+        check_fp8_kv(config.cache.scales, spec, None if dummy else model, device)
     if config.draft.cache_dtype == "fp8":
         check_e4m3(device, "draft.cache_dtype")
     if on_this_machine and config.draft.adaptive and device.type == "cpu":

@@ -69,13 +69,18 @@ def check_e4m3(device: torch.device, key: str = "cache.dtype") -> None:
         )
 
 
-def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.device) -> None:
+def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles | None, device: torch.device) -> None:
     """Raises as `check_e4m3`, and CheckpointError for scales that cache.scales asks for and the checkpoint lacks.
 
-    how  the value of cache.scales; calibrate for dummy weights
+    how    the value of cache.scales
+    files  None: weights are dummies, and scales calibrated
     """
     check_e4m3(device)
-    if how == "calibrate":
+    if not spec.has_kv_scales and how != "auto":
+        raise ConfigError(
+            f"cache.scales={how}: each latent of {spec.family} has a scale of its own, that of its numbers; use cache.scales=auto"
+        )
+    if how == "calibrate" or files is None or not spec.has_kv_scales:
         return
     if names_of_scales(spec, model_tensors(files), files.where) is None and how == "checkpoint":
         raise CheckpointError(

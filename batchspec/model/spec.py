@@ -75,7 +75,7 @@ class ModelSpec(CheckpointPart):
     """The padding token of a model with labels, if config.json names one: labels are scored after the last other token."""
     formats: Formats = ALL_PLAIN
     fp8_kv: bool = False
-    """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
+    """Whether K and V, or latents, are stored as e4m3: the job's choice, not the checkpoint's."""
     state_dtype: torch.dtype = torch.float32
     """Of the states that layers keep in row tensors, in a model that does not compute in fp64: the job's choice."""
     lora: LoraShape | None = None
@@ -213,9 +213,15 @@ class ModelSpec(CheckpointPart):
         """The spec with activations quantised as the checkpoint says (W8A8). Raises ConfigError if it has no FP8 weights."""
         return replace(self, formats=self.formats.with_fp8_activations())
 
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether K and V are stored as e4m3, which needs a scale for each head: see `Target.kv_scales`. Latents have scales of
+        their own."""
+        formats = self.page_formats(torch.bfloat16, 1) if self.fp8_kv else ()
+        return any(own.unit_scales(torch.device("cpu")) is not None for own in formats)
+
     def with_fp8_kv(self) -> ModelSpec:
-        """The spec with K and V stored as e4m3, which needs a scale for each head: see `Target.kv_scales`. Raises ConfigError
-        unless K and V are all that layers keep in pages."""
+        """The spec with K and V, or latents, stored as e4m3. Raises ConfigError if layers keep something else in pages."""
         found = replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
         before, after = (spec.page_formats(torch.bfloat16, 1) for spec in (replace(self, fp8_kv=False), found))
         if not after or any(own == other for own, other in zip(before, after, strict=True)):

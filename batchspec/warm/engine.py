@@ -224,7 +224,7 @@ class Engine:
             self._half_loaded = True
             with engine.changing_target():
                 engine.target.rewrite(source)
-                if model.spec.fp8_kv:
+                if model.spec.has_kv_scales:
                     give_scales(engine.target, None, scales, folder, self._opened.tokenizer)
             self._half_loaded = False
 

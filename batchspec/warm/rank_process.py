@@ -161,7 +161,7 @@ class Leader:
         with engine.changing_target():
             rewrite_weights(job, engine.target, folder)
             self._group.least(0)  # all have read the folder, which may be deleted now
-            if job.spec.fp8_kv:
+            if job.spec.has_kv_scales:
                 give_scales(
                     engine.target, None, job.config.cache.scales, folder if is_checkpoint else None, job.tokenizer,
                     tell=lambda prompts: lead.send(Calibrate(prompts)),

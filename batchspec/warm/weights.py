@@ -50,5 +50,5 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 def check_scales(model: JobModel) -> None:
     """Raises ConfigError if K/V scales should come from a checkpoint but the new weights are tensors in memory."""
-    if model.spec.fp8_kv and model.config.cache.scales == "checkpoint":
+    if model.spec.has_kv_scales and model.config.cache.scales == "checkpoint":
         raise ConfigError("cache.scales=checkpoint: tensors in memory bring no K/V scales; give a folder")

@@ -29,61 +29,86 @@ from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.e4m3 import e4m3_values
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.latent.e4m3_latents import Fp8Latents, check_pages, strides
 from batchspec.kernels.latent.settings import DTYPES, latent_config
 
 
 @triton.jit
 def weights_of(
-    q_latent, q_rope, c, r, peak, mass, key, end, position, scale, WINDOW: tl.constexpr, SINK: tl.constexpr
+    q_latent, q_rope, c, r, of_key, peak, mass, key, end, position, scale, WINDOW: tl.constexpr, SINK: tl.constexpr
 ):
     """The weights of a block of keys, and (peak, mass, factor of earlier sums) with them. Both parts of the scores are scaled, so
-    that Triton computes neither on top of the other."""
+    that Triton computes neither on top of the other. of_key: factors of c, which the scores get, and the weights once mass has
+    been summed; None: all are 1"""
     of_rope = tl.dot(q_rope, tl.trans(r), input_precision="ieee") * scale
-    s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * scale + of_rope
+    if of_key is None:
+        s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * scale + of_rope
+    else:
+        s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * (of_key * scale)[None, :] + of_rope
     s = tl.where(seen_keys(key, end, position, position, position, False, WINDOW, SINK), s, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(s, 1))
     shrink = tl.exp2(peak - new_peak)
     weights = tl.exp2(s - new_peak[:, None])
-    return new_peak, mass * shrink + tl.sum(weights, 1), shrink, weights.to(c.dtype)
+    mass = mass * shrink + tl.sum(weights, 1)
+    if of_key is not None:
+        weights *= of_key[None, :]
+    return new_peak, mass, shrink, weights.to(c.dtype)
 
 
 @triton.jit
 def attend_latents(
-    q_latent, q_rope, peak, mass, acc, page, key, end, latents, position, scale, page_stride, WINDOW: tl.constexpr,
-    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_DIM: tl.constexpr, WIDE: tl.constexpr,
+    q_latent, q_rope, peak, mass, acc, page, key, end, latents, rotated, scales, position, scale, page_stride, rope_stride,
+    scale_stride, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr,
+    LATENT_DIM: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added."""
-    at = latents + page.to(tl.int64) * page_stride + (key % PAGE_SIZE) * (LATENT + ROPE)
+    if scales is None:
+        at = latents + page.to(tl.int64) * page_stride + (key % PAGE_SIZE) * (LATENT + ROPE)
+        of_rope = at + LATENT
+    else:
+        at = latents + page.to(tl.int64) * page_stride + (key % PAGE_SIZE) * LATENT
+        of_rope = rotated + page.to(tl.int64) * rope_stride + (key % PAGE_SIZE) * ROPE
     d, e = tl.arange(0, LATENT_DIM), tl.arange(0, ROPE_DIM)
     exists = (key < end)[:, None]
     inside = exists if LATENT == LATENT_DIM else exists & (d < LATENT)[None, :]
-    c = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0)
+    of_key = None
+    if scales is None:
+        c = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0)
+    else:
+        bits = tl.load(at[:, None] + d[None, :], mask=inside, other=0)
+        c = e4m3_values(bits.to(tl.float8e4nv, bitcast=True), q_latent.dtype, INTERPRETED)
+        of_key = tl.load(scales + page.to(tl.int64) * scale_stride + key % PAGE_SIZE, mask=key < end, other=0.0)
     inside = exists if ROPE == ROPE_DIM else exists & (e < ROPE)[None, :]
-    r = tl.load(at[:, None] + LATENT + e[None, :], mask=inside, other=0.0)
+    r = tl.load(of_rope[:, None] + e[None, :], mask=inside, other=0.0)
     if WIDE:
         c, r = c.to(tl.float32), r.to(tl.float32)
     if q_latent.shape[0] < 64:
-        peak, mass, shrink, p = weights_of(q_latent, q_rope, c, r, peak, mass, key, end, position, scale, WINDOW, SINK)
+        peak, mass, shrink, p = weights_of(
+            q_latent, q_rope, c, r, of_key, peak, mass, key, end, position, scale, WINDOW, SINK
+        )
     else:
         # Where Triton sees that a product feeds another one, it gives each warp whole lines: with 64 lines two warp groups would
         # then compute the same scores. As the result of a branch, which is always taken, weights hide where they come from.
         p = tl.zeros([q_latent.shape[0], key.shape[0]], c.dtype)
         shrink = tl.zeros_like(peak)
         if end > 0:
-            peak, mass, shrink, p = weights_of(q_latent, q_rope, c, r, peak, mass, key, end, position, scale, WINDOW, SINK)
+            peak, mass, shrink, p = weights_of(
+            q_latent, q_rope, c, r, of_key, peak, mass, key, end, position, scale, WINDOW, SINK
+        )
     acc = tl.dot(p, c, acc * shrink[:, None], input_precision="ieee")
     return peak, mass, acc
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
 def verify_latents_kernel(
-    q_latent, q_rope, latents, page_table, positions, cu_seqlens_q, kv_len, items, num_items, row_parts, out, part_out, part_lse,
-    scale, max_pages, max_q, latent_stride_t, latent_stride_h, rope_stride_t, rope_stride_h, page_stride,
+    q_latent, q_rope, latents, rotated, scales, page_table, positions, cu_seqlens_q, kv_len, items, num_items, row_parts, out,
+    part_out, part_lse, scale, max_pages, max_q, latent_stride_t, latent_stride_h, rope_stride_t, rope_stride_h, page_stride,
+    rope_stride, scale_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, INTERPRETED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     if not EARLY:
         await_earlier(PDL)
@@ -135,14 +160,15 @@ def verify_latents_kernel(
         for at in range(0, sinks, BLOCK):
             page_at = page_of(table, at + key, sinks, PAGE_SIZE)
             peak, mass, acc = attend_latents(
-                of_latent, of_rope, peak, mass, acc, page_at, at + key, sinks, latents, position, scale, page_stride, WINDOW,
-                SINK, PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE,
+                of_latent, of_rope, peak, mass, acc, page_at, at + key, sinks, latents, rotated, scales, position, scale,
+                page_stride, rope_stride, scale_stride, WINDOW, SINK, PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE,
+                INTERPRETED,
             )
     for at in range(first, end, BLOCK):
         next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)  # one step ahead: see `verify_attention.py`
         peak, mass, acc = attend_latents(
-            of_latent, of_rope, peak, mass, acc, page, at + key, end, latents, position, scale, page_stride, WINDOW, SINK,
-            PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE,
+            of_latent, of_rope, peak, mass, acc, page, at + key, end, latents, rotated, scales, position, scale, page_stride,
+            rope_stride, scale_stride, WINDOW, SINK, PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE, INTERPRETED,
         )
         page = next_page
     # Computed again from the item: keeping the lines' addresses would cost registers in the loop.
@@ -158,7 +184,7 @@ def verify_latents_kernel(
 
 
 def verify_latents(
-    q_latent: Tensor, q_rope: Tensor, latents: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork,
+    q_latent: Tensor, q_rope: Tensor, latents: Tensor | Fp8Latents, page_table: Tensor, positions: Tensor, work: AttentionWork,
     partials: Partials, *, scale: float, out: Tensor, config: Config | None = None, early: bool = False, interpret: bool = False,
 ) -> None:
     """Attention of T queries of NH heads over the pages of their rows, for one layer.
@@ -166,7 +192,8 @@ def verify_latents(
     q_latent    fp32, bf16 or fp16 [T, NH, R]  queries times the keys' matrix; any strides over T and NH
     q_rope      the same dtype [T, NH, P]      rotated parts of queries; any strides over T and NH
     latents     the same dtype [pages, page_size, R + P], contiguous, with the queries' own already written: finite in the first R
-                numbers, NaN in a last number if only queries that attend to it are to get NaN. Unwritten slots are never read
+                numbers, NaN in a last number if only queries that attend to it are to get NaN. Unwritten slots are never read.
+                Or in e4m3, whose scales join the scores and the weights in fp32: products read the stored numbers
     page_table  int32 [rows, max pages a row]
     positions   int64 [T]  a query attends to keys 0 .. its position, below kv_len, within the work list's window
     work        from `split_kv_schedule` with one K/V head, no groups
@@ -179,10 +206,10 @@ def verify_latents(
     dtypes or strides.
     """
     shape, (num_tokens, num_heads, latent_dim), rope_dim = work.shape, q_latent.shape, q_rope.shape[2]
-    num_rows, size = work.kv_len.shape[0], latent_dim + rope_dim
+    num_rows = work.kv_len.shape[0]
     check("verify_latents: q_latent", q_latent, (num_tokens, shape.heads_per_kv, latent_dim), *DTYPES, rows=True)
     check("verify_latents: q_rope", q_rope, (num_tokens, num_heads, rope_dim), q_latent.dtype, rows=True)
-    check("verify_latents: latents", latents, (len(latents), shape.page_size, size), q_latent.dtype)
+    parts = check_pages("verify_latents", latents, latent_dim, rope_dim, q_latent.dtype)
     check("verify_latents: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     check("verify_latents: positions", positions, (num_tokens,), torch.int64)
     check("verify_latents: out", out, (num_tokens, num_heads, latent_dim), q_latent.dtype)
@@ -194,13 +221,13 @@ def verify_latents(
     args = launch_args(q_latent)
     choice = config or latent_config(latent_dim, shape.tile, q_latent.dtype, card_of(q_latent.device))
     verify_latents_kernel[(len(work.items),)](
-        q_latent, q_rope, latents, page_table, positions, work.cu_seqlens_q, work.kv_len, work.items, work.counts, work.row_parts,
+        q_latent, q_rope, *parts, page_table, positions, work.cu_seqlens_q, work.kv_len, work.items, work.counts, work.row_parts,
         out, partials.out, partials.lse, scale * math.log2(math.e), page_table.shape[1], shape.max_q, q_latent.stride(0),
-        q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latents.stride(0), HEADS=num_heads, LATENT=latent_dim,
+        q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), *strides(parts), HEADS=num_heads, LATENT=latent_dim,
         LATENT_DIM=max(16, triton.next_power_of_2(latent_dim)), ROPE=rope_dim, ROPE_DIM=max(16, triton.next_power_of_2(rope_dim)),
         PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=shape.tile, BLOCK=shape.block,
-        WIDE=not q_latent.is_cuda and q_latent.dtype == torch.bfloat16, EARLY=early and args["PDL"], num_warps=choice.num_warps,
-        num_stages=choice.num_stages, **args,
+        WIDE=not q_latent.is_cuda and q_latent.dtype == torch.bfloat16, INTERPRETED=not q_latent.is_cuda,
+        EARLY=early and args["PDL"], num_warps=choice.num_warps, num_stages=choice.num_stages, **args,
     )
     if work.num_lines:
         merge_states(
@@ -209,7 +236,7 @@ def verify_latents(
 
 
 def verify_latents_reference(
-    q_latent: Tensor, q_rope: Tensor, latents: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork, *,
+    q_latent: Tensor, q_rope: Tensor, latents: Tensor | Fp8Latents, page_table: Tensor, positions: Tensor, work: AttentionWork, *,
     scale: float, out: Tensor,
 ) -> None:
     """The same in plain torch, row by row: every key gathered, softmax over the whole row in fp32."""
@@ -220,7 +247,11 @@ def verify_latents_reference(
         if not (length and stop > begin):
             continue
         keys = torch.arange(length, device=out.device)
-        own = latents[page_table[row, keys // shape.page_size].long(), keys % shape.page_size].float()
+        page, place = page_table[row, keys // shape.page_size].long(), keys % shape.page_size
+        if isinstance(latents, Fp8Latents):
+            own = torch.cat(latents.read(page * shape.page_size + place), 1).float()
+        else:
+            own = latents[page, place].float()
         position = positions[begin:stop, None]
         seen = keys <= position
         if shape.window:

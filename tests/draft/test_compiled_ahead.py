@@ -178,6 +178,7 @@ KINDS: dict[str, tuple[Callable[[], ModelSpec], dict[str, Sequence[str]]]] = {
     "short convolution": (conv_spec, kernels_of(short_conv)),
     "mamba2": (mamba_spec, kernels_of(short_conv, scan_chunks, scan_steps, gated_group_norm)),
     "latent": (latent_spec, kernels_of(verify_latents, write_latents)),
+    "latent in e4m3": (lambda: latent_spec().with_fp8_kv(), kernels_of(verify_latents, write_latents)),
 }
 """Kinds of layers: a model with such layers, and their kernels."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.model.layers.attention import flash
@@ -24,10 +25,13 @@ from batchspec.model.layers.latent.attend import HeadSizes, Matrices
 from batchspec.model.layers.latent.block import LatentSpec
 from batchspec.model.layers.latent.pages import LatentLayout
 from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.target import Target
+from tests.helpers.drafting import Proposals
 from tests.helpers.engines import make_engine, packed, request
 from tests.helpers.latents import CPU, latent_spec
 from tests.helpers.moe_models import ids_of
+from tests.helpers.mtp_drafting import Recorded
 from tests.helpers.recurrent import LoudNoise
 from tests.helpers.stand_in_gpu import stand_in_gpu
 from tests.model.test_attention import PAGE_SIZE, flash_by_hand, make_batch
@@ -45,13 +49,14 @@ SIZES = {
 VOCAB = 31
 
 
-def target_of(sizes: HeadSizes) -> Target:
+def target_of(sizes: HeadSizes, *, fp8: bool = False) -> Target:
     spec = latent_spec()
     layers = []
     for layer in spec.layers:
         assert isinstance(layer.mixer, LatentSpec)
         layers.append(LayerSpec(replace(layer.mixer, sizes=sizes), layer.mlps))
     spec = replace(spec, layers=tuple(layers))
+    spec = spec.with_fp8_kv() if fp8 else spec
     return Target(spec, LoudNoise(spec, dtype=F32, device=CPU), CPU)
 
 
@@ -84,7 +89,7 @@ def logits(target: Target) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("name", "fp8"), [*((name, False) for name in SIZES), ("narrower values", True)])
 @pytest.mark.parametrize(
     ("keys", "expanded_bytes", "parts"),
     [
@@ -93,12 +98,12 @@ def logits(target: Target) -> list[Tensor]:
     ],
 )
 def test_a_prefill_is_that_of_plain_torch_whatever_its_parts(
-    name: str, keys: int, expanded_bytes: int, parts: list[tuple[int, int]]
+    name: str, fp8: bool, keys: int, expanded_bytes: int, parts: list[tuple[int, int]]
 ) -> None:
     """Of rows longer than 64 tokens; a second pass expands earlier latents again."""
-    expected = logits(target_of(SIZES[name]))
+    expected = logits(target_of(SIZES[name], fp8=fp8))
     with stand_in_gpu(F32) as launches, prefill_kernels(keys, expanded_bytes) as attended:
-        found = logits(target_of(SIZES[name]))
+        found = logits(target_of(SIZES[name], fp8=fp8))
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
     assert sorted(attended) == sorted(3 * parts), "each of three layers"
     assert launches["write_latents_kernel"] == 6
@@ -151,14 +156,35 @@ def drafter_of(name: str, target: Target) -> Drafter:
     return NoDrafter()
 
 
-@pytest.mark.parametrize("name", ["none", "lookup", "window"])
-def test_rounds_emit_the_tokens_of_plain_torch(name: str) -> None:
-    plain = target_of(SIZES["narrower values"])
+@pytest.mark.parametrize(("name", "fp8"), [("none", False), ("lookup", False), ("window", False), ("lookup", True)])
+def test_rounds_emit_the_tokens_of_plain_torch(name: str, fp8: bool) -> None:
+    plain = target_of(SIZES["narrower values"], fp8=fp8)
     expected = decoded(plain, NoDrafter())
     with stand_in_gpu(F32) as launches, prefill_kernels():
-        target = target_of(SIZES["narrower values"])
+        target = target_of(SIZES["narrower values"], fp8=fp8)
         assert decoded(target, drafter_of(name, target)) == expected
     assert launches["verify_latents_kernel"] >= 9
+
+
+def drafts_of(target: Target, *, fp8: bool) -> Proposals:
+    """What an MTP layer of the model's kind drafts, by the tokens before it."""
+    spec = target.spec
+    layer = MtpSpec(join=JoinSpec(hidden_size=spec.hidden_size, eps=spec.rms_eps), layer=spec.layers[0], formats=spec.formats)
+    mtp = dummy_mtp(MtpShape.of(spec, layer), dtype=F32, device=CPU)
+    drafter = Recorded(mtp, target, 3, slots=2, fp8_kv=fp8)
+    decoded(target, drafter)
+    return sorted(drafter.seen)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_an_mtp_layer_drafts_what_it_drafts_in_plain_torch(fp8: bool) -> None:
+    """Also at the later steps of a chain, whose queries have later positions than the plan's."""
+    expected = drafts_of(target_of(SIZES["narrower values"]), fp8=fp8)
+    with stand_in_gpu(F32) as launches, prefill_kernels():
+        found = drafts_of(target_of(SIZES["narrower values"]), fp8=fp8)
+    assert found == expected
+    assert len({draft for _, drafts in expected for draft in drafts}) > 5
+    assert launches["verify_latents_kernel"] > 50
 
 
 def test_a_fault_in_the_kernels_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.kept import Kept
+from batchspec.kernels.latent.e4m3_latents import Fp8Latents
 from batchspec.model.layers.attention.rope import Rope, rope_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.latent import attend
@@ -42,8 +43,8 @@ def latent_spec(**changes: Any) -> ModelSpec:
 
 
 @cache
-def latent_target(dtype: torch.dtype = torch.float64) -> Target:
-    spec = latent_spec()
+def latent_target(dtype: torch.dtype = torch.float64, *, fp8: bool = False) -> Target:
+    spec = latent_spec().with_fp8_kv() if fp8 else latent_spec()
     return Target(spec, LoudNoise(spec, dtype=dtype, device=CPU), CPU)
 
 
@@ -58,6 +59,16 @@ def _with_late_rotations_of_drafts(patch: pytest.MonkeyPatch) -> None:
         return rope, slots, plan
 
     patch.setattr(LatentSpec, "_prepared", late)
+
+
+def _with_the_scale_of_another_token(patch: pytest.MonkeyPatch) -> None:
+    """A latent in e4m3 is read with twice the scale of the token before it."""
+    read = Fp8Latents.read
+
+    def other(self: Fp8Latents, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return read(replace(self, scales=2 * self.scales.roll(1, 1)), slots)
+
+    patch.setattr(Fp8Latents, "read", other)
 
 
 def _with_the_matrix_of_another_head(patch: pytest.MonkeyPatch) -> None:
@@ -77,3 +88,4 @@ LATENT_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drafts are rotated by one position too many": _with_late_rotations_of_drafts,
     "a head reads with the matrix of another": _with_the_matrix_of_another_head,
 }
+E4M3_FAULTS = LATENT_FAULTS | {"a latent is read with the scale of another": _with_the_scale_of_another_token}

@@ -15,6 +15,7 @@ from batchspec.draft.weights import dummy_spec
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
+from batchspec.model.kv_calibration import check_fp8_kv
 from batchspec.model.layers.base import Shard
 from batchspec.model.layers.latent.attend import HeadSizes, Matrices, TorchLatentPlan, absorbed, expanded
 from batchspec.model.layers.latent.block import LatentSpec
@@ -124,8 +125,8 @@ def test_each_rank_keeps_whole_latents_of_the_mtp_layer_and_those_are_counted(tm
         assert (kept.page_bytes, kept.window) == (16 * 2 * (12 + 6), None)
     weights = sum(prod(tensor.shape) for tensor in drafter.checkpoint.mtp.tensors())
     assert drafter.weight_bytes(dtype=torch.bfloat16, device=CPU) == pytest.approx(2 * weights, rel=0.01)
-    with pytest.raises(ConfigError, match="cache_dtype=fp8: the MTP layer of glm4_moe_lite keeps something else than K and V"):
-        drafter_spec(folder, load_spec(folder), cache_dtype="fp8")
+    (kept,) = drafter_spec(folder, load_spec(folder), cache_dtype="fp8").layer_states(torch.bfloat16, 16)
+    assert kept.page_bytes == 16 * (4 + 2 * 6 + 12)
 
 
 @pytest.mark.parametrize(("shape", "ratios"), [("glm-4.7-flash", [1.0, 1.0, 4 / 3]), ("deepseek-v3", [2.0, 3.0, 4.0])])
@@ -144,6 +145,35 @@ def test_drafts_cost_attention_that_is_bound_by_arithmetic(shape: str, ratios: l
         return long - none
 
     assert [seconds(k) / seconds(0) for k in (1, 2, 3)] == pytest.approx(ratios, rel=0.01)
+
+
+def test_latents_in_e4m3_take_644_bytes_a_token_and_have_no_scales_of_layers() -> None:
+    spec = shape_spec("glm-4.7-flash").with_fp8_kv()
+    assert not spec.has_kv_scales
+    assert sum(state.page_bytes for state in spec.layer_states(torch.bfloat16, 16, draft_len=0)) == 16 * 47 * 644
+    assert kv_read_bytes(spec, dtype=torch.bfloat16, rows=2, context_tokens=100, tokens_per_row=4) == 200 * 47 * 644
+    assert {layout.read_bytes for layout in spec.page_formats(torch.bfloat16, 16)} == {2 * 576}
+    run = spec.computing(torch.bfloat16, draft_len=0)
+    ((_, said),) = spec.about(run)[0].model
+    assert said.startswith("47 of the layers keep 30.3 kB per token, one vector of all heads")
+    assert "rounds compute 216 operations with each byte of them" in said
+    assert said.endswith("from K = 0 on")
+    assert spec.sharded(Shard(1, 4)).page_formats(torch.bfloat16, 16) == spec.page_formats(torch.bfloat16, 16)
+
+
+@pytest.mark.parametrize("how", ["calibrate", "checkpoint"])
+def test_scales_of_a_checkpoint_or_calibrated_ones_are_refused_for_latents(how: str) -> None:
+    spec = latent_spec().with_fp8_kv()
+    check_fp8_kv("auto", spec, None, CPU)
+    with pytest.raises(ConfigError, match=f"cache.scales={how}: each latent of llama has a scale of its own"):
+        check_fp8_kv(how, spec, None, CPU)
+
+
+def test_latents_in_e4m3_change_logits_a_little() -> None:
+    ids = prompts([24], 31)[0]
+    exact, found = (one_pass(latent_target(fp8=fp8), ids)[0] for fp8 in (False, True))
+    error = float((found - exact).norm() / exact.norm())
+    assert 1e-3 < error < 0.1
 
 
 @pytest.mark.parametrize(
@@ -188,12 +218,10 @@ def test_what_it_does_not_compute_is_refused(changes: dict[str, Any], named: str
     assert named in str(refused.value)
 
 
-def test_trees_adapters_and_fp8_are_refused_in_one_line() -> None:
+def test_trees_and_adapters_are_refused_in_one_line() -> None:
     spec = latent_spec()
     with pytest.raises(ConfigError, match="not merged: llama has latent attention, whose kv_b_proj has no adapters of"):
         spec.with_lora(LoraShape(1, ()))
-    with pytest.raises(ConfigError, match="FP8 K/V: layers of llama keep something else than K and V in pages"):
-        spec.with_fp8_kv()
     with pytest.raises(ConfigError, match="draft heads: llama has no layer of attention with K/V heads"):
         dummy_spec(spec)
     assert spec.refuses("tree") == "has latent attention, which verifies chains of drafts only"

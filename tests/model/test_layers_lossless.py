@@ -52,7 +52,7 @@ from tests.helpers.engines import (
     tiny_spec,
     tiny_target,
 )
-from tests.helpers.latents import LATENT_FAULTS, latent_target
+from tests.helpers.latents import E4M3_FAULTS, LATENT_FAULTS, latent_target
 from tests.helpers.padded_prefill import padded_passes
 from tests.helpers.recurrent import FAULTS, PREFIX_FAULTS, recurrent_target
 from tests.helpers.row_lengths import LENGTHS
@@ -85,7 +85,9 @@ class Kind(NamedTuple):
 KINDS = {
     "gated delta": Kind(recurrent_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS),
     "mamba2": Kind(mamba_target, MAMBA_FAULTS), "latent": Kind(lambda window: latent_target(), LATENT_FAULTS, (5, 16, 300)),
+    "latent in e4m3": Kind(lambda window: latent_target(fp8=True), E4M3_FAULTS, (5, 16, 300)),
 }
+LATENT = ("latent", "latent in e4m3")
 WITH_ROW_TENSORS = ("gated delta", "short convolution", "mamba2")
 DRAFTERS = [(kind, name) for kind, own in KINDS.items() for name in own.drafters]
 
@@ -96,7 +98,7 @@ def target_of(kind: str, window: int | None = None) -> Target:
 
 @cache
 def head(kind: str) -> Head:
-    like = tiny_spec() if kind == "latent" else target_of(kind).spec  # heads attend as the model does, or as any
+    like = tiny_spec() if kind in LATENT else target_of(kind).spec  # heads attend as the model does, or as any
     spec = dummy_spec(like, draft_vocab_size=19, parallel=True)
     return dummy_head(spec, dtype=torch.float64, device=target_of(kind).device)
 
@@ -115,7 +117,7 @@ def drafter_of(
         case "parallel":
             return ParallelDrafter(head(kind), target, draft_len, slots=slots)
         case "block":
-            like = tiny_spec() if kind == "latent" else target.spec
+            like = tiny_spec() if kind in LATENT else target.spec
             return BlockDrafter(tiny_block(like, from_anchor=draft_len % 2 == 0), target, draft_len, slots=slots)
         case "hybrid":
             chain = ChainDrafter(head(kind), target, draft_len, slots=slots)

@@ -88,7 +88,7 @@ def load_engine(
     if job.sums is not None:
         job.sums.check(target.weight_sums)
     progress.start_up.done("weights")
-    if job.spec.fp8_kv:
+    if job.spec.has_kv_scales:
         source = give_scales(
             target, job.kv_scales, config.cache.scales, None if job.dummy else job.folder, job.tokenizer,
             tell=lambda prompts: None if lead is None else lead.send(Calibrate(prompts)),

@@ -54,7 +54,7 @@ def _follow(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
         )
     check_memory(model)
     target, weights = load_weights(model)
-    if model.spec.fp8_kv:
+    if model.spec.has_kv_scales:
         message = decode(group.channel.receive())
         if isinstance(message, Calibrate):
             calibrate(target, message.prompts)

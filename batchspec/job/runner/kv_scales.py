@@ -21,9 +21,9 @@ def with_saved_scales(job: Job, output: OutputFolder) -> Job:
     committed: a new calibration may differ on another machine, and would be used without notice.
     """
     spec = job.spec.whole or job.spec
-    saved = saved_scales(output, spec) if spec.fp8_kv else None
+    saved = saved_scales(output, spec) if spec.has_kv_scales else None
     dummy, how = job.config.model.load_format == "dummy", job.config.cache.scales
-    if saved is None and not (job.spec.fp8_kv and output.manifest.config["cache"]["dtype"] == "fp8"):
+    if saved is None and not (job.spec.has_kv_scales and output.manifest.config["cache"]["dtype"] == "fp8"):
         return job
     own = None if dummy or how == "calibrate" else checkpoint_scales(job.folder, spec)
     if saved is None:
@@ -49,7 +49,7 @@ def saved_scales(output: OutputFolder, spec: ModelSpec) -> KVScales | None:
 
 def keep_scales(job: Job, output: OutputFolder, engines: EngineWithFallback) -> None:
     """After the folder is made: save this run's scales for the job, or use the ones that the job has. Raises OutputError."""
-    if not job.spec.fp8_kv:
+    if not job.spec.has_kv_scales:
         return
     scales = engines.current.target.all_kv_scales
     assert scales is not None

@@ -27,7 +27,8 @@ class Case(NamedTuple):
 
     def on(self, card: Card) -> Case | None:
         """The case as it is launched on a card: where it has no loads by descriptor, by pointers. None: not launched there."""
-        e4m3 = "fp8e4nv" in str(self.arguments) or self.arguments.get("kv") == "*u8"
+        e4m3 = "fp8e4nv" in str(self.arguments) or "*u8" in (self.arguments.get(name) for name in ("kv", "latents"))
+        e4m3 |= self.kernel == "write_latents_kernel" and self.arguments["scales"] is not None
         ordered, direct = self.module in ORDERED, self.module == "four_bit_direct"
         if (e4m3 and not card.has_e4m3) or (ordered and not card.has_same_bits_in_all_tiles) or (direct and not card.has_wgmma):
             return None

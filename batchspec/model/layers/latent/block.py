@@ -162,7 +162,7 @@ class LatentSpec(NormedSpec, MixerSpec):
 
     def layout(self, run: Computing) -> LatentLayout:
         return LatentLayout(
-            dtype=run.dtype, size=self.vector_size, rope_dim=self.sizes.rope_dim, page_size=run.page_size
+            dtype=run.dtype, fp8=run.fp8_kv, size=self.vector_size, rope_dim=self.sizes.rope_dim, page_size=run.page_size
         )
 
     def kept(self, run: Computing) -> LayerState:

@@ -106,7 +106,8 @@ class LatentPrefillPlan:
     ) -> None:
         assert batch.host is not None
         self._parts, at = list[_Part](), 0
-        nothing = Matrices(*(pages.pages.new_empty(1, size, sizes.latent_dim) for size in (sizes.key_dim, sizes.value_dim)))
+        shapes, dtype = ((1, size, sizes.latent_dim) for size in (sizes.key_dim, sizes.value_dim)), pages.layout.dtype
+        nothing = Matrices(*(pages.pages.new_empty(shape, dtype=dtype) for shape in shapes))
         groups = list(row_groups(batch.host))
         for rows in groups:
             own = slice(rows.start, rows.stop)
