@@ -44,20 +44,23 @@ class TrainConfig:
     draft_vocab: int = key(32000, low=2, advice="32000 is usual")
     """Maximum number of tokens that a head can draft: the most frequent ones of the completions. An MTP layer drafts all."""
     aux_layer_ids: list[int] | None = None
-    """Layers of the target whose input hidden states the head reads. null is layer 2, the middle one and the last but two."""
-    layers: int | None = key(None, low=1, high=4, advice="1 is usual, 2 for a small target, 4 for draft=parallel")
-    """Number of layers of the head. More layers draft better, but a chain runs them for each draft token. null is 1, or the
-    number that draft.path has; a larger number adds layers to that head."""
+    """Layers of the target whose input hidden states the head reads. null is layer 2, the middle one and the last but two; for
+    draft=block five, evenly spaced from layer 2 to the last but one."""
+    layers: int | None = key(None, low=1, high=5, advice="1 is usual, 2 for a small target, 4 for draft=parallel")
+    """Number of layers of the head. More layers draft better, but a chain runs them for each draft token. null is 1, 3 for
+    draft=block, or the number that draft.path has; a larger number adds layers to that head."""
     inner: int | None = key(None, low=8, advice="null takes the target's")
     """Intermediate size of the MLPs of the head. null is the target's."""
     mask_token: int | None = key(None, low=0, advice="null chooses one")
-    """Id of the mask token of a parallel head. null is the highest id that occurs in no completion."""
+    """Id of the mask token of a head that drafts all tokens in one pass. null is the highest id that occurs in no completion."""
     prompts: bool = False
     """Train on the tokens of the prompts too, not of the completions alone."""
     ahead: int = key(6, low=1, high=16, advice="6 is usual")
     """Number of draft steps that are trained. It should be at least the K that jobs will draft with. A chain, of a head or of an
     MTP layer, trains each step on its own hidden states of the step before (test-time training), a parallel head trains each
-    after one more mask."""
+    after one more mask. For draft=block it is the size of a block, and jobs cannot draft more."""
+    anchors: float = key(0.25, low=ABOVE_0, high=1.0, advice="0.25 is usual")
+    """Share of the trained positions of a batch at which a block begins, drawn anew for each batch. Only draft=block has it."""
     decay: float = key(0.8, low=ABOVE_0, high=1.0, advice="1 gives all draft steps the same weight")
     """Weight of each draft step relative to the step before."""
     missed: float = key(1.0, low=0.0, high=1.0, advice="1 gives all positions the same weight")
@@ -105,7 +108,7 @@ class TrainRun:
 
 DESCRIPTIONS: dict[str, str] = {
     "draft.name": "The kind of drafter that is trained. draft=eagle3 is a head that drafts a chain, draft=parallel one that "
-    "drafts all tokens in one forward pass, and draft=mtp the MTP layer of the model's own checkpoint.",
+    "drafts all tokens in one forward pass, draft=block a DSpark head, and draft=mtp the MTP layer of the model's checkpoint.",
     "draft.num_speculative_tokens": "K of the acceptance curves, and the default K in the head's config (layout speculators).",
     "draft.path": "Folder or hub id of a head, or tuned MTP layer, whose training goes on. null trains a new head, or the MTP "
     "layer of the checkpoint; that layer is random if the checkpoint has none or with model.load_format=dummy.",
@@ -120,6 +123,8 @@ REQUIRED: dict[str, str] = {
 READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.num_speculative_tokens", "draft.parallel")
 """Keys of `draft` that train reads."""
 _OF_NEW_HEADS = ("train.aux_layer_ids", "train.inner")
+_NOT_OF_BLOCKS = ("draft.path", "draft.aux_layers", "draft.parallel", "train.missed")
+"""Keys that draft=block does not read."""
 _OF_HEADS = (
     *(f"train.{key}" for key in ("draft_vocab", "aux_layer_ids", "layers", "inner", "mask_token")), "output.layout",
     "draft.aux_layers", "draft.parallel",
@@ -154,18 +159,27 @@ def check_training(run: TrainRun) -> None:
 def _drafter(run: TrainRun) -> None:
     entry = DRAFTERS.get(run.draft.name)
     if entry is None or not entry.trained:
-        raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3, draft=parallel or draft=mtp")
+        raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3, draft=parallel, draft=block or draft=mtp")
     check_given(run, {"draft.num_speculative_tokens": "the K of the acceptance curves"})
     if run.draft.name == "mtp":
         refuse_given(
             run, _OF_HEADS, "is not used by draft=mtp, whose layer has the shape and the tokens of the model; remove the key"
         )
+    if run.draft.name == "block":
+        refuse_given(run, _NOT_OF_BLOCKS, "is not used by draft=block, which trains a new head; remove the key")
+        if run.train.ahead < 2:
+            raise ConfigError("train.ahead=1: a block has at least 2 queries, as every reader of such heads requires; raise it")
+        if run.draft.draft_len > run.train.ahead:
+            raise ConfigError(
+                f"draft.num_speculative_tokens={run.draft.draft_len} exceeds train.ahead={run.train.ahead}, the size of a block; "
+                "lower it or raise train.ahead"
+            )
+    else:
+        refuse_given(run, ["train.anchors"], "applies only to draft=block; remove the key")
     if run.draft.parallel not in ("auto", True, False):
         raise ConfigError(f"draft.parallel={run.draft.parallel} must be one of auto, true, false")
-    if run.train.mask_token is not None and run.draft.parallel is not True:
-        raise ConfigError(
-            f"train.mask_token={run.train.mask_token} applies only to draft=parallel; remove it or use draft=parallel"
-        )
+    if run.draft.parallel is not True and run.draft.name != "block":
+        refuse_given(run, ["train.mask_token"], "applies only to draft=parallel and draft=block; remove it or use one of these")
     if run.draft.path is None:
         refuse_given(
             run, ["draft.aux_layers"], "says how the head draft.path is read, and draft.path is not set; remove the key"

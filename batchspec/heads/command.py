@@ -1,5 +1,5 @@
-"""`batchspec train draft=eagle3|parallel|mtp ...`: a draft head for a model, or its own MTP layer tuned, from completions that
-batchspec itself generated with it.
+"""`batchspec train draft=eagle3|parallel|block|mtp ...`: a draft head for a model, or its own MTP layer tuned, from completions
+that batchspec itself generated with it.
 
 The same command again goes on with a training that was stopped or killed. Keys are Hydra overrides, as for `run`.
 """

@@ -1,21 +1,17 @@
-"""A drafter as trainable network: draft steps are computed for all positions at once.
+"""A drafter as trainable network.
 
-B rows, L positions (padded at the end), H hidden, W values of the target's hidden states, V' draft vocabulary. Draft step 0 at
-position t reads the embedding of token t+1 and the target's features at t, and predicts token t+2. Draft step k has the RoPE
-position t+k. It attends to the keys of step 0 at positions 0..t and, of each later step, to the key of its own position: the same
-keys as in a job.
+B rows, L positions (padded at the end), H hidden, V' draft vocabulary, K drafts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from batchspec.heads.attend import Keys
-from batchspec.heads.layer import Step
+from batchspec.config.train_schema import TrainConfig
+from batchspec.heads.teacher import TrainingBatch
 from batchspec.model.layers.attention.rope import rope_angles, rope_frequencies
 from batchspec.model.layers.attention.rope_config import RopeSpec
 
@@ -26,24 +22,21 @@ STD = 0.02
 class DraftNetwork(nn.Module, ABC):
     """A drafter of decoder layers that is trained."""
 
-    def __init__(self, rope: RopeSpec, head_dim: int, num_layers: int) -> None:
+    def __init__(self, rope: RopeSpec, head_dim: int) -> None:
         super().__init__()
         assert not rope.interleaved, "heads that rotate interleaved pairs are not trained"
-        self._attention_factor, self._num_layers = rope.attention_factor, num_layers
+        self._attention_factor = rope.attention_factor
         self.register_buffer("freqs", rope_frequencies(rope, head_dim), persistent=False)
 
     @abstractmethod
-    def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """For each draft step the hidden states [B, L, H] after the final norm, whose product with `output_matrix` is the logits.
+    def loss(self, batch: TrainingBatch, config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
+        """The scalar loss of batch number `step`, and fp32 [train.ahead] the share of positions at which each draft agrees with
+        the target on the likeliest token. Does not synchronise."""
 
-        embedded  [B, L, H] at position t the embedding of token t+1
-        features  [B, L, W] hidden states of the target
-        """
-
-    @property
     @abstractmethod
-    def output_matrix(self) -> Tensor:
-        """[V', H]"""
+    def drafts(self, batch: TrainingBatch, draft_len: int) -> Tensor:
+        """int64 [B, L, K]: at position t, if it is trained, the draft ids of the round whose newest token is t+1. Each draft but
+        the first follows the row's own tokens, as after drafts that were right."""
 
     @abstractmethod
     def matrices(self) -> dict[str, Tensor]:
@@ -60,13 +53,6 @@ class DraftNetwork(nn.Module, ABC):
         for tensor in self.parameters():
             if tensor.dim() > 1:
                 nn.init.normal_(tensor, std=STD, generator=generator)
-
-    def _begin(self, embedded: Tensor, count: int) -> tuple[list[Step], list[Keys]]:
-        """The draft steps over rows like `embedded`, and an empty `Keys` for each layer."""
-        rows, length = embedded.shape[:2]
-        cos, sin = self._angles(length + count, embedded)
-        steps = [Step(count, rows, (cos[at : at + length], sin[at : at + length])) for at in range(count)]
-        return steps, [Keys() for _ in range(self._num_layers)]
 
     def _angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, R], from position 0 on. Angles are fp32, whatever the dtype of the network, as in a job."""

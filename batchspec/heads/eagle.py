@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from batchspec.checkpoint.files import ModelFiles
@@ -13,13 +12,13 @@ from batchspec.config.train_schema import TrainRun
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import open_head
 from batchspec.errors import ConfigError
-from batchspec.heads.data import Numbers, Row, frequent_ids, unused_id
+from batchspec.heads.data import Numbers, Row, frequent_ids
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.head import new_network, new_spec, published_network
 from batchspec.heads.network import HeadNetwork
 from batchspec.heads.save import save_head
 from batchspec.heads.teacher import Teacher
-from batchspec.heads.trained_drafter import TrainedDrafter
+from batchspec.heads.trained_drafter import TrainedDrafter, mask_token, share_of_draft_vocab
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
@@ -79,14 +78,11 @@ class EagleHead(TrainedDrafter):
     def about(self, network: DraftNetwork, rows: list[Row]) -> str:
         assert isinstance(network, HeadNetwork)
         ids, mask = self._draft_vocab_ids, network.spec.mask_token_id
-        inside = np.zeros(self._target.vocab_size, bool)
-        inside[ids] = True
-        known = sum(int(inside[row.ids[row.prompt_len :]].sum()) for row in rows)
-        tokens = sum(len(row.ids) - row.prompt_len for row in rows)
+        share = share_of_draft_vocab(ids, rows, self._target.vocab_size)
         layers = ", ".join(map(str, network.spec.aux_layer_ids))
         return (
             f"a head of {network.num_weights:,} weights reads layers {layers} and drafts {len(ids):,} tokens, "
-            f"{known / tokens:.1%} of those completions" + ("" if mask is None else f"; its mask is token {mask}")
+            f"{share:.1%} of those completions" + ("" if mask is None else f"; its mask is token {mask}")
         )
 
     def save(self, folder: Path, network: DraftNetwork, dtype: torch.dtype) -> None:
@@ -104,7 +100,4 @@ class ParallelHead(EagleHead):
     name = "parallel"
 
     def _mask_id(self, rows: list[Row]) -> int | None:
-        given, vocab_size = self._run.train.mask_token, self._target.vocab_size
-        if given is not None and given >= vocab_size:
-            raise ConfigError(f"train.mask_token={given} is outside the target's vocabulary of {vocab_size}; null chooses one")
-        return unused_id(rows, vocab_size) if given is None else given
+        return mask_token(self._run, rows, self._target.vocab_size)

@@ -1,7 +1,7 @@
 """Acceptance of a head on the target's own outputs, by exact replay of the rounds that a greedy job would have run.
 
-Accepted drafts are the row's own tokens, so one pass over the finished row computes the chains of all possible rounds: step k at
-position t drafts token t+2+k. The replay then walks over the row as rounds do.
+Accepted drafts are the row's own tokens, so one pass over the finished row computes the drafts of all possible rounds: draft k at
+position t is of token t+2+k. The replay then walks over the row as rounds do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from batchspec.heads.data import Numbers, Row
 from batchspec.heads.draft_network import DraftNetwork
-from batchspec.heads.objective import positions_at_once
 from batchspec.heads.teacher import Teacher
 
 
@@ -59,8 +57,7 @@ def acceptance(
     for batch in _batches(rows, batch_tokens):
         data = teacher.training_batch(batch, probs=False)
         with cast:
-            steps = network(data.embedded, data.features, draft_len)
-            likeliest = torch.stack([_likeliest(hidden, network.output_matrix) for hidden in steps], -1)
+            likeliest = network.drafts(data, draft_len)
         drafts = teacher.draft_vocab_ids[likeliest].cpu().numpy()
         for row, ids in zip(batch, drafts, strict=True):
             for one, count in _replay(row, ids, draft_len):
@@ -69,13 +66,6 @@ def acceptance(
     depth = np.arange(draft_len)
     accepted, drafted = ((np.array(found)[:, None] > depth).sum(0).tolist() for found in (kept, counted))
     return Acceptance(rounds=len(kept), tokens=sum(kept) + len(kept), accepted=tuple(accepted), drafted=tuple(drafted))
-
-
-def _likeliest(hidden: Tensor, output_matrix: Tensor) -> Tensor:
-    """int64 [B, L] draft ids of the largest logits of hidden [B, L, H]."""
-    head = output_matrix.to(hidden.dtype).t()
-    parts = hidden.flatten(0, 1).split(positions_at_once(len(output_matrix)))
-    return torch.cat([(part @ head).argmax(-1) for part in parts]).view(hidden.shape[:2])
 
 
 def _replay(row: Row, drafts: Numbers, draft_len: int) -> Iterator[tuple[int, int]]:

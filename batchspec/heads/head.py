@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,16 +37,22 @@ def new_spec(
         spec, num_layers=layers, windows=(None,) * layers, intermediate_size=inner or spec.intermediate_size,
         mask_token_id=mask_id,
     )
-    chosen = default_aux_layers(target.num_layers) if aux_layer_ids is None else tuple(aux_layer_ids)
-    if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= tap <= target.num_layers for tap in chosen):
-        raise ConfigError(
-            f"train.aux_layer_ids={list(chosen)} must be different boundaries in 0 .. {target.num_layers}; null takes the usual"
-        )
+    chosen = checked_boundaries(default_aux_layers(target.num_layers) if aux_layer_ids is None else aux_layer_ids, target)
     if chosen[0] == 1:
         raise ConfigError(
             f"train.aux_layer_ids={list(chosen)}: other programs read ids that begin with 1 as layer outputs; put another first"
         )
     return replace(spec, aux_layer_ids=chosen)
+
+
+def checked_boundaries(aux_layer_ids: Sequence[int], target: ModelSpec) -> tuple[int, ...]:
+    """Raises ConfigError for what the target does not have."""
+    if not aux_layer_ids or len({*aux_layer_ids}) < len(aux_layer_ids) or not {*aux_layer_ids} <= {*range(target.num_layers + 1)}:
+        raise ConfigError(
+            f"train.aux_layer_ids={list(aux_layer_ids)} must be different boundaries in 0 .. {target.num_layers}; null takes the "
+            "usual"
+        )
+    return tuple(aux_layer_ids)
 
 
 def new_network(spec: HeadSpec, target: Target, draft_vocab_ids: Tensor, *, seed: int) -> HeadNetwork:

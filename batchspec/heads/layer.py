@@ -6,6 +6,7 @@ B rows, L positions (padded at the end), T = B * L tokens, H hidden, NH / KVH he
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +52,11 @@ class Norm(nn.Module):
         self.weight, self.eps, self.wide = nn.Parameter(torch.ones(size)), eps, wide
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps, wide=self.wide)
+        return rms_norm(x, self.weight, self.eps, wide=self.wide)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, wide: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, wide: bool) -> Tensor:
+    """RMSNorm over the last dimension of x."""
     dtype = torch.promote_types(x.dtype, weight.dtype) if wide else x.dtype
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
@@ -77,22 +79,27 @@ class Layer(nn.Module):
 
     def forward(self, state: Tensor, step: Step, keys: Keys) -> Tensor:
         """The residual stream after the layer, from `state` [B, L, H] before it. Adds K and V to `keys`."""
-        layer, stream, pass_ = self._begin(state, step, keys)
+        return self.through(state.flatten(0, 1), self._attention(step, keys)).view(step.rows, step.length, -1)
+
+    def through(self, state: Tensor, pass_: TrainedAttention) -> Tensor:
+        """The same of flat tokens [T, H], whatever they attend to."""
+        layer, stream = self._begin(state)
         layer.finish(layer.attention.begin(stream, pass_), stream, pass_, add_in_product=False)
-        return stream.state.view(step.rows, step.length, -1)
+        return stream.state
 
     def of_normed(self, state: Tensor, x: Tensor, step: Step, keys: Keys) -> Tensor:
         """The same with x, the input of attention: [B, L, input_size], or [1, 1, input_size] for a mask token."""
-        layer, stream, pass_ = self._begin(state, step, keys)
+        pass_, (layer, stream) = self._attention(step, keys), self._begin(state.flatten(0, 1))
         layer.finish(layer.attention.queries_of(x.flatten(0, 1), pass_), stream, pass_, add_in_product=False)
         return stream.state.view(step.rows, step.length, -1)
 
-    def _begin(self, state: Tensor, step: Step, keys: Keys) -> tuple[DecoderLayer, GradientStream, StepAttention]:
+    def _attention(self, step: Step, keys: Keys) -> StepAttention:
+        return StepAttention(step, keys, self.spec.attention.head_dim, wide=self.spec.attention.norms.wide)
+
+    def _begin(self, state: Tensor) -> tuple[DecoderLayer, GradientStream]:
         """What one pass needs. The layer is built anew, because blocks may join parameters into tensors, such as the matrix of a
         router, through which gradients flow once."""
-        wide = self.spec.attention.norms.wide
-        pass_ = StepAttention(step, keys, self.spec.attention.head_dim, wide=wide)
-        return self.spec.build(_Modules(self)), GradientStream(state.flatten(0, 1), wide=wide), pass_
+        return self.spec.build(_Modules(self)), GradientStream(state, wide=self.spec.attention.norms.wide)
 
 
 def _vector(vector: TensorSpec, eps: float) -> nn.Module:
@@ -184,7 +191,7 @@ class GradientStream:
         return product.swiglu(x, lora) if gated else product(x, lora)
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return _rms_norm(self.state, norm, eps, wide=self._wide)
+        return rms_norm(self.state, norm, eps, wide=self._wide)
 
     def settle(self, out_aux: Tensor) -> None:
         out_aux.copy_(self.state)
@@ -211,13 +218,13 @@ class GradientStream:
         self.add(product(x, lora))
 
 
-class StepAttention:
-    """StoreKV and Attend of a draft step: K and V of this step and of earlier ones are in `Keys`, not in pages."""
+class TrainedAttention(ABC):
+    """StoreKV and Attend of a pass in training."""
 
     lora: LoraTokens | None = None
 
-    def __init__(self, step: Step, keys: Keys, head_dim: int, *, wide: bool) -> None:
-        self._step, self._keys, self._head_dim, self._wide = step, keys, head_dim, wide
+    def __init__(self, head_dim: int, *, wide: bool) -> None:
+        self._head_dim, self._wide = head_dim, wide
 
     def rotate_and_store(
         self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, v_norm: bool = False, shared_v: bool = False
@@ -228,12 +235,12 @@ class StepAttention:
         """
         assert not v_norm, "heads that norm V are not trained"
         assert not shared_v, "heads whose V is what k_proj computes are not trained"
-        q, k, v = (self._by_row(part) for part in qkv)
+        q, k, v = (self._placed(part.view(len(part), -1, self._head_dim)) for part in qkv)
         if q_norm is not None and k_norm is not None:
             assert len(q_norm) == self._head_dim, "heads with norms over all of q and of k are not trained"
-            q, k = (_rms_norm(x, norm, eps, wide=self._wide) for x, norm in ((q, q_norm), (k, k_norm)))
-        self._keys.add(_rotated(k, self._step.angles), v, self._step.count)
-        return _rotated(q, self._step.angles).flatten(0, 1)
+            q, k = (rms_norm(x, norm, eps, wide=self._wide) for x, norm in ((q, q_norm), (k, k_norm)))
+        self._store(rotated(k, self._angles), v)
+        return rotated(q, self._angles).flatten(0, 1)
 
     def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
         raise AssertionError("layers without K and V of their own are not trained")
@@ -241,17 +248,51 @@ class StepAttention:
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """[T, NH * D]"""
         assert sink_logits is None, "heads with sinks are not trained"
+        return self._attend(q, scale)
+
+    @property
+    @abstractmethod
+    def _angles(self) -> Angles:
+        """Those of the second dimension of what `_placed` returns."""
+
+    @abstractmethod
+    def _placed(self, heads: Tensor) -> Tensor:
+        """[T, heads, D] -> [rows, tokens, heads, D]"""
+
+    @abstractmethod
+    def _store(self, k: Tensor, v: Tensor) -> None:
+        """Keep K and V [rows, tokens, KVH, D]."""
+
+    @abstractmethod
+    def _attend(self, q: Tensor, scale: float) -> Tensor:
+        """q [T, NH, D] -> [T, NH * D]"""
+
+
+class StepAttention(TrainedAttention):
+    """That of a draft step: K and V of this step and of earlier ones are in `Keys`."""
+
+    def __init__(self, step: Step, keys: Keys, head_dim: int, *, wide: bool) -> None:
+        super().__init__(head_dim, wide=wide)
+        self._step, self._keys = step, keys
+
+    @property
+    def _angles(self) -> Angles:
+        return self._step.angles
+
+    def _placed(self, heads: Tensor) -> Tensor:
+        """[B, L, heads, D], or [1, L, heads, D] for a mask token."""
+        length = self._step.length
+        return heads.expand(1, length, -1, -1) if len(heads) == 1 else heads.view(-1, length, *heads.shape[1:])
+
+    def _store(self, k: Tensor, v: Tensor) -> None:
+        self._keys.add(k, v, self._step.count)
+
+    def _attend(self, q: Tensor, scale: float) -> Tensor:
         by_row = q.unflatten(0, (-1, self._step.length)).expand(self._step.rows, -1, -1, -1)
         return attend(by_row.contiguous(), self._keys).flatten(0, 1).flatten(1)
 
-    def _by_row(self, part: Tensor) -> Tensor:
-        """[B, L, heads, D], or [1, L, heads, D] for a mask token."""
-        length = self._step.length
-        heads = part.view(len(part), -1, self._head_dim)
-        return heads.expand(1, length, -1, -1) if len(part) == 1 else heads.view(-1, length, *heads.shape[1:])
 
-
-def _rotated(x: Tensor, angles: Angles) -> Tensor:
+def rotated(x: Tensor, angles: Angles) -> Tensor:
     """RoPE of the first R numbers of each head of x [B, L, heads, D]."""
     cos, sin = angles
     width = cos.shape[-1]

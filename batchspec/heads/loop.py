@@ -17,7 +17,6 @@ from batchspec.heads.data import Numbers, Row
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.evaluate import Acceptance, acceptance
 from batchspec.heads.folder import HeadFolder
-from batchspec.heads.objective import draft_loss
 from batchspec.heads.optimise import Optimiser
 from batchspec.heads.teacher import Teacher
 
@@ -93,9 +92,7 @@ class Course:
     def _step(self, step: int, batch: Sequence[Row], optimiser: Optimiser) -> tuple[Tensor, Tensor]:
         data = self.teacher.training_batch(batch)
         with self._cast():
-            loss, matches = draft_loss(
-                self.network, data, ahead=self.config.ahead, decay=self.config.decay, missed=self.config.missed
-            )
+            loss, matches = self.network.loss(data, self.config, step)
         optimiser.step(loss, learning_rate(step, len(self.batches), self.lr), self.config.clip)
         return loss.detach(), matches
 

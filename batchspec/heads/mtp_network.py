@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Layer, Norm, place
+from batchspec.heads.step_network import StepNetwork
 from batchspec.model.layers.base import projections
 from batchspec.model.mtp import MtpSpec
 
 
-class MtpNetwork(DraftNetwork):
+class MtpNetwork(StepNetwork):
     """Parameters are named as in a checkpoint, without the prefix `mtp.`. The output matrix is the target's, and not trained."""
 
     def __init__(self, spec: MtpSpec, output_matrix: Tensor) -> None:

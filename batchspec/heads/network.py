@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as trainable networks: parameters named as in published checkpoints, draft steps as in `draft_network.py`.
+"""EAGLE-3 heads as trainable networks: parameters named as in published checkpoints, draft steps as in `step_network.py`.
 
 B rows, L positions (padded at the end), H hidden, W = number of aux hidden states * H.
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head_tensors import fc_product, head_layers
 from batchspec.heads.attend import Keys
-from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Layer, Norm, Step
+from batchspec.heads.step_network import StepNetwork
 from batchspec.model.layers.layer import LayerSpec
 
 
@@ -36,7 +36,7 @@ class MidLayer(Layer):
         return self.of_normed(state, torch.cat([norm(embedded), self.hidden_norm(state)], -1), step, keys)
 
 
-class HeadNetwork(DraftNetwork):
+class HeadNetwork(StepNetwork):
     """An EAGLE-3 head that drafts a chain. Parameters as in a flat checkpoint: fc, midlayer.*, layers.1.* .., norm, lm_head."""
 
     def __init__(self, spec: HeadSpec) -> None:

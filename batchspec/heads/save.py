@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from batchspec.draft.block_spec import BlockSpec
 from batchspec.draft.formats import HeadSpec
 from batchspec.heads.network import HeadNetwork
 from batchspec.model.dtype import dtype_name
@@ -64,7 +65,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str,
 
 
 def checkpoint_tensors(
-    weights: Mapping[str, Tensor], spec: HeadSpec, draft_vocab_ids: Tensor, *, dtype: torch.dtype
+    weights: Mapping[str, Tensor], spec: HeadSpec | BlockSpec, draft_vocab_ids: Tensor, *, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The weights on the CPU in `dtype`, with the tables d2t and t2d if the draft vocabulary is smaller than the target's."""
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
@@ -86,7 +87,7 @@ def head_config(
     spec: HeadSpec, target: ModelSpec, *, layout: str, dtype: torch.dtype, verifier: str, draft_len: int
 ) -> dict[str, Any]:
     """config.json of a head made by `head.new_spec` or read by `head.published_network`."""
-    shape = _shape(spec, target)
+    shape = layer_shape(spec, target, family="llama")
     aux_layer_ids, mask_id = list(spec.aux_layer_ids), spec.mask_token_id
     parallel = mask_id is not None
     own: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": dtype_name(dtype)}
@@ -97,19 +98,11 @@ def head_config(
         mask = {"parallel_drafting": True, "mask_token_id": mask_id, "ptd_token_id": mask_id} if parallel else {}
         return {"architectures": ["LlamaForCausalLMEagle3"], **shape, **own, **ids, **mask, "tie_word_embeddings": False}
     kind = "peagle" if parallel else "eagle3"
-    proposal = {
-        "proposal_type": "greedy", "speculative_tokens": draft_len, "accept_tolerance": 0.0, "verifier_accept_k": 1,
-    }
     return {
         "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
         "speculators_model_type": kind,
         **({"mask_token_id": mask_id} if parallel else {}),
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": [FAMILIES[target.family].architecture]},
-        },
+        "speculators_config": speculators_config(kind, target, verifier=verifier, draft_len=draft_len),
         "transformer_layer_config": shape,
         "eagle_aux_hidden_state_layer_ids": aux_layer_ids,
         "norm_before_residual": False,
@@ -120,10 +113,23 @@ def head_config(
     }
 
 
-def _shape(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
-    """The keys of the decoder layers: those of a Llama, whatever the target's family."""
+def speculators_config(kind: str, target: ModelSpec, *, verifier: str, draft_len: int) -> dict[str, Any]:
+    """How a head of this kind is used, for speculators and vLLM."""
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": draft_len, "accept_tolerance": 0.0, "verifier_accept_k": 1,
+    }
     return {
-        "model_type": "llama",
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": verifier, "architectures": [FAMILIES[target.family].architecture]},
+    }
+
+
+def layer_shape(spec: HeadSpec | BlockSpec, target: ModelSpec, *, family: str) -> dict[str, Any]:
+    """The keys of the decoder layers: those of this family, whatever the target's is."""
+    return {
+        "model_type": family,
         "num_hidden_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,

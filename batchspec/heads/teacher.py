@@ -109,8 +109,8 @@ class Teacher:
         flat_rows = np.repeat(np.arange(len(rows)), lengths)
         flat_positions = np.arange(total) - starts[flat_rows]
         where = np.flatnonzero(np.concatenate([self._trained(row) for row in rows]))
-        tokens, at_rows, at_positions, learnt, ends = self._on_device(
-            np.concatenate([row.ids for row in rows]), flat_rows, flat_positions, where, starts
+        tokens, at_rows, at_positions, learnt, ends = on_device(
+            self.target.device, np.concatenate([row.ids for row in rows]), flat_rows, flat_positions, where, starts
         )
         hidden, aux_hidden_states = _forward(
             self.target, lengths.tolist(), tokens, at_positions, at_rows, ends, self.aux_layer_ids
@@ -141,14 +141,6 @@ class Teacher:
         trained: npt.NDArray[np.bool_] = (positions >= first) & (positions < len(row.ids) - 1)
         return trained
 
-    def _on_device(self, *arrays: npt.NDArray[np.generic]) -> tuple[Tensor, ...]:
-        """The arrays as int64 tensors on the device, by one copy from pinned memory that the host does not wait for."""
-        whole = torch.from_numpy(np.concatenate([array.astype(np.int64) for array in arrays]))
-        if self.target.device.type == "cuda":
-            whole = whole.pin_memory()
-        parts = whole.to(self.target.device, non_blocking=True).split([len(array) for array in arrays])
-        return tuple(parts)
-
     def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor, Distributions]:
         """The likeliest ids int64 [N] of the whole vocabulary and of the draft vocabulary, and the distributions over the latter.
 
@@ -168,6 +160,14 @@ class Teacher:
         if stores:
             return greedy_ids, probs.argmax(-1), probs
         return greedy_ids, greedy_ids, WholeVocabulary(self.target, hidden, self._temperature)
+
+
+def on_device(device: torch.device, *arrays: npt.NDArray[np.generic]) -> tuple[Tensor, ...]:
+    """The arrays as int64 tensors on the device, by one copy from pinned memory that the host does not wait for."""
+    whole = torch.from_numpy(np.concatenate([array.astype(np.int64) for array in arrays]))
+    if device.type == "cuda":
+        whole = whole.pin_memory()
+    return tuple(whole.to(device, non_blocking=True).split([len(array) for array in arrays]))
 
 
 def _forward(

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from batchspec.checkpoint.files import ModelFiles
 from batchspec.config.train_schema import TrainRun
-from batchspec.heads.data import Numbers, Row
+from batchspec.errors import ConfigError
+from batchspec.heads.data import Numbers, Row, unused_id
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.teacher import Teacher
 from batchspec.model.spec import ModelSpec
@@ -62,6 +64,22 @@ class TrainedDrafter(ABC):
             prompts=self._run.train.prompts,
             temperature=self._run.train.temperature,
         )
+
+
+def mask_token(run: TrainRun, rows: list[Row], vocab_size: int) -> int:
+    """The id of a new head's mask token. Raises ConfigError for train.mask_token outside the vocabulary."""
+    given = run.train.mask_token
+    if given is not None and given >= vocab_size:
+        raise ConfigError(f"train.mask_token={given} is outside the target's vocabulary of {vocab_size}; null chooses one")
+    return unused_id(rows, vocab_size) if given is None else given
+
+
+def share_of_draft_vocab(draft_vocab_ids: Numbers, rows: list[Row], vocab_size: int) -> float:
+    """Share of the completions' tokens that are in the draft vocabulary."""
+    inside = np.zeros(vocab_size, bool)
+    inside[draft_vocab_ids] = True
+    known = sum(int(inside[row.ids[row.prompt_len :]].sum()) for row in rows)
+    return known / sum(len(row.ids) - row.prompt_len for row in rows)
 
 
 def dtype_of_inputs(target: Target) -> torch.dtype:

@@ -17,6 +17,7 @@ from batchspec.config.schema import InputConfig
 from batchspec.config.train_schema import TrainRun
 from batchspec.console import terminal
 from batchspec.data.dataset.reader import Source, open_source
+from batchspec.heads.block import NewBlockHead
 from batchspec.heads.data import Row, course, read_rows, split_rows
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.eagle import EagleHead, ParallelHead
@@ -34,7 +35,9 @@ from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.process.signals import EndSignals
 
-KINDS: dict[str, type[TrainedDrafter]] = {"eagle3": EagleHead, "parallel": ParallelHead, "mtp": MtpLayer}
+KINDS: dict[str, type[TrainedDrafter]] = {
+    "eagle3": EagleHead, "parallel": ParallelHead, "block": NewBlockHead, "mtp": MtpLayer
+}
 """By what `draft=` calls them."""
 
 

@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # A draft head for a chat model from nothing but the model: the model writes questions and texts and answers them, the head learns from that.
 #
-#   jobs/examples/train_head.sh MODEL WORK [train overrides, such as draft=parallel train.steps=4000]
+#   jobs/examples/train_head.sh MODEL WORK [draft=eagle3|parallel|block] [train overrides, such as train.steps=4000]
 #
-# Makes WORK/head (HEAD=NAME: WORK/NAME); the same command resumes it. Files of prompts of your own, one user turn per row in a
-# column `prompt`, are answered too: PROMPTS='a.parquet b.parquet'. The sizes are for a small model on one GPU.
+# Makes WORK/head, or WORK/head-block for draft=block and so on (HEAD=NAME: WORK/NAME), from one set of answers; the same command
+# resumes it. Files of prompts of your own, one user turn per row in a column `prompt`, are answered too:
+# PROMPTS='a.parquet b.parquet'. The sizes are for a small model on one GPU.
 set -euo pipefail
 model=${1:?MODEL WORK [overrides], such as smollm2-135m out/head} work=${2:?WORK: a folder for prompts, answers and the head}
 shift 2
 python=${PYTHON:-python}
 turns=${TURNS:-22000} texts=${TEXTS:-16000} cap=${CAP:-288} # rows, rows, tokens of an answer: small models repeat themselves in long ones
+kind=eagle3
+for word in "$@"; do case $word in draft=*) kind=${word#draft=} ;; esac; done
+case $kind in eagle3) head=head layers=2 ;; block) head=head-block layers=3 ;; *) head=head-$kind layers=2 ;; esac
 mkdir -p "$work"
 
 spec() { "$python" -m batchspec.cli "$@"; }
@@ -28,5 +32,5 @@ for file in ${PROMPTS:-}; do
     answer "$name" "$file" input.chat=true decode.max_new_tokens="$cap" decode.temperature=0.6 decode.n=3
     data+=",$work/$name"
 done
-spec train draft=eagle3 model.path="$model" "input.path=[$data]" output.dir="$work/${HEAD:-head}" \
-    train.layers=2 train.draft_vocab=16384 train.epochs=6 "$@"
+spec train draft="$kind" model.path="$model" "input.path=[$data]" output.dir="$work/${HEAD:-$head}" \
+    train.layers="$layers" train.draft_vocab=16384 train.epochs=6 "$@"

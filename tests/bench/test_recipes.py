@@ -70,6 +70,10 @@ def test_a_model_alone_is_enough_to_train_a_head_and_the_same_command_resumes(tm
     again = script("train_head.sh", model, work, *words, **sizes)
     assert again.returncode == 0, again.stderr
     assert {path: path.stat().st_mtime_ns for path in made} == made
+    block = script("train_head.sh", model, work, "draft=block", "draft.num_speculative_tokens=2", *words, **sizes)
+    assert block.returncode == 0, block.stderr
+    assert "Qwen3DSparkModel" in (work / "head-block" / "config.json").read_text()
+    assert {path: path.stat().st_mtime_ns for path in made} == made  # both heads learn from the same answers
 
 
 def recorded(tmp_path: Path, *sections: str, **env: object) -> list[list[str]]:

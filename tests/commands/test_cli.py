@@ -128,7 +128,10 @@ MISSING = "input.path no/such.parquet: does not exist"
         *((command, GIVEN, MISSING) for command in cli.TAKE_KEYS),
         *((command, [*GIVEN, "device=cpu", "cluster.workers=2"], MISSING) for command in ("run", "plan", "submit")),
         ("train", [*GIVEN, "train.lr=-1"], "train.lr=-1.0 must be"),
-        ("train", [*GIVEN, "draft=lookup"], "draft=lookup cannot be trained; use draft=eagle3, draft=parallel or draft=mtp"),
+        (
+            "train", [*GIVEN, "draft=lookup"],
+            "draft=lookup cannot be trained; use draft=eagle3, draft=parallel, draft=block or draft=mtp",
+        ),
     ],
 )
 def test_a_wrong_key_or_a_missing_input_is_refused_before_torch_is_imported(command: str, words: list[str], said: str) -> None:

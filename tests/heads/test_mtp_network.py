@@ -17,8 +17,8 @@ from batchspec.heads import objective
 from batchspec.heads.data import Row
 from batchspec.heads.mtp_network import MtpNetwork
 from batchspec.heads.mtp_weights import plain, read_weights, save_mtp, stored_tensors
-from batchspec.heads.objective import draft_loss
 from batchspec.heads.optimise import Optimiser
+from batchspec.heads.step_network import draft_loss
 from batchspec.heads.teacher import Teacher
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8_block import FP8_BLOCK

@@ -18,7 +18,8 @@ from batchspec.heads.data import Row, course, epoch_batches, frequent_ids, split
 from batchspec.heads.evaluate import acceptance
 from batchspec.heads.head import new_network, new_spec
 from batchspec.heads.loop import learning_rate
-from batchspec.heads.objective import SoftCrossEntropy, draft_loss
+from batchspec.heads.objective import SoftCrossEntropy
+from batchspec.heads.step_network import draft_loss
 from batchspec.heads.teacher import Teacher
 from batchspec.model.target import Target
 from tests.helpers.eagle_reference import Design, reference_drafts, run_head, target_taps

@@ -24,7 +24,7 @@ from batchspec.heads.data import read_rows
 from batchspec.heads.evaluate import acceptance
 from batchspec.heads.folder import HeadFolder
 from batchspec.heads.head import published_network
-from batchspec.heads.objective import draft_loss
+from batchspec.heads.step_network import draft_loss
 from batchspec.heads.teacher import Teacher
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.second
 
 CPU = torch.device("cpu")
 NUM_PROMPTS, CAP = 16, 20
+BLOCK = ["draft=block", "train.layers=2", "train.anchors=0.5"]
 QUICK = ["device=cpu", "train.steps=40", "train.held_out=2", "train.batch_tokens=700", "train.max_len=64", "train.ahead=3"]
 
 
@@ -48,8 +49,11 @@ def job(model: Path, out: Path, *overrides: str) -> pl.DataFrame:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("train"))
+
+
+def prepared(folder: Path) -> Path:
     """A folder with a tiny model, prompts, and what a job without a drafter made of them: model, prompts.parquet, out."""
-    folder = tmp_path_factory.mktemp("train")
     make_checkpoint(folder / "model", "llama", vocab=96, hidden_size=32, intermediate_size=48)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 96, 3 + i % 5).tolist() for i in range(NUM_PROMPTS)]
@@ -117,7 +121,10 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     assert sum(found.drafted) == counts["num_draft_tokens"].sum()
 
 
-KINDS = [["draft=eagle3"], ["draft=parallel", "train.muon=false"], pytest.param(["draft=parallel"], marks=pytest.mark.slow)]
+KINDS = [
+    ["draft=eagle3"], ["draft=parallel", "train.muon=false"], [*BLOCK, "draft.num_speculative_tokens=3"],
+    pytest.param(["draft=parallel"], marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
@@ -148,14 +155,14 @@ def test_a_killed_training_resumes_to_the_same_head_and_the_same_curves(
 
 
 def test_a_signal_ends_it_after_a_checkpoint_with_the_code_of_an_interrupted_job(made: Path, tmp_path: Path, capfd: Any) -> None:
-    from batchspec.heads import loop
+    from batchspec.heads import step_network
 
     def signalled(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return draft_loss(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "draft_loss", signalled)
+        patch.setattr(step_network, "draft_loss", signalled)
         assert train(made, tmp_path / "h") == Interrupted.exit_code
     assert "SIGTERM: 1 of 40 batches are trained; run the same command again to go on" in capfd.readouterr().err
     assert train(made, tmp_path / "h") == 0
@@ -326,11 +333,12 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
         ("train.lr=0", "train.lr=0.0 must be above 0 and at most 1; 3e-3 is usual, 1e-4 for draft=mtp"),
         ("train.ahead=fast", "train.ahead=fast must be a whole number, without point, exponent or unit"),
         ("train.max_len=4096", "train.max_len=4096 exceeds train.batch_tokens=700"),
-        ("draft=lookup", "draft=lookup cannot be trained; use draft=eagle3, draft=parallel or draft=mtp"),
+        ("draft=lookup", "draft=lookup cannot be trained; use draft=eagle3, draft=parallel, draft=block or draft=mtp"),
         ("draft=eagel3", "draft=eagel3 is not a choice of the group draft; did you mean eagle3?"),
         ("draft.window=8", "draft.window=8 is not used by train; remove the key"),
         ("train.aux_layer_ids=[0,9]", "train.aux_layer_ids=[0, 9] must be different boundaries in 0 .. 3"),
-        ("train.mask_token=5", "train.mask_token=5 applies only to draft=parallel; remove it or use draft=parallel"),
+        ("train.mask_token=5", "train.mask_token=5 applies only to draft=parallel and draft=block; remove it or use one"),
+        ("train.anchors=0.5", "train.anchors=0.5 applies only to draft=block; remove the key"),
         ("draft.parallel=maybe", "draft.parallel=maybe must be one of auto, true, false"),
         ("train.layers=9", "train.layers=9 must be"),
         (

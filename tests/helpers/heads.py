@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from batchspec.heads.draft_network import DraftNetwork
-from batchspec.heads.objective import draft_loss
+from batchspec.heads.step_network import StepNetwork, draft_loss
 from batchspec.heads.teacher import TrainingBatch
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -203,7 +202,7 @@ def tiny_design(spec: ModelSpec, **changes: Any) -> Design:
     return Design(**(values | changes))
 
 
-def check_gradients_of_bf16_products(network: DraftNetwork, wide: TrainingBatch, *, ahead: int, share: float) -> None:
+def check_gradients_of_bf16_products(network: StepNetwork, wide: TrainingBatch, *, ahead: int, share: float) -> None:
     """Gradients of fp32 weights by bf16 products differ from those by fp32 ones by less than this share of their norm."""
     narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
     gradients = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -40,6 +42,30 @@ def test_loss_hits_and_gradient_are_those_of_autograd(
     assert torch.allclose(gradient.double(), x.grad, atol=tolerance, rtol=tolerance)
     agree = logits.float().argmax(-1) == probs.argmax(-1)
     assert hits.tolist() == (agree * weights).tolist()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("vocab", [1, 300, 2 * BLOCK + 77])
+def test_a_share_of_the_distance_joins_the_loss(vocab: int, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    logits = (torch.randn(4, vocab, device=device) * 3).to(dtype)
+    probs = (torch.randn(4, vocab, dtype=torch.float64, device=device) * 3).softmax(-1)
+    weights, share = torch.tensor([1.0, 0.5, 0.0, 2.0], device=device), 0.75
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    nats, hits, apart = (torch.full((4,), -7.0, dtype=wide, device=device) for _ in range(3))
+    gradient = logits.clone()
+    outs: dict[str, Any] = {"out_loss": nats, "out_hits": hits, "out_distance": apart}
+    soft_cross_entropy(gradient, probs, weights, probs.argmax(-1), **outs, share=share, interpret=interpret)
+    x = logits.detach().double().clone().requires_grad_()
+    distance = (x.softmax(-1) - probs).abs().sum(-1)
+    expected = ((1 - share) * cross_entropy(x, probs, reduction="none") + share * distance) * weights
+    expected.sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(nats.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    assert torch.allclose(apart.double(), distance.detach() * (weights != 0), atol=1e-5)
+    assert torch.allclose(gradient.double(), x.grad, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert hits.tolist() == ((logits.float().argmax(-1) == probs.argmax(-1)) * weights).tolist()
+    with pytest.raises(ValueError, match="soft_cross_entropy: share without out_distance; give both"):
+        soft_cross_entropy(gradient, probs, weights, probs.argmax(-1), out_loss=nats, out_hits=hits, share=share)
 
 
 def test_a_row_of_weight_0_is_skipped_whatever_it_holds(interpret: bool, device: torch.device) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from tests.kernels.compile_cases.cases import I32, PF32, PI64, Cases
+from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
 CASES = Cases("train")
 case = CASES.add
 
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
-    case(f"soft_cross_entropy_kernel {_dtype}", "soft_cross_entropy", 8, logits=f"*{_dtype}", probs=f"*{_acc}",
-         weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc,
-         BLOCK=4096)
+    for _distance, _share in ((None, 0.0), (f"*{_acc}", 0.9)):
+        case(f"soft_cross_entropy_kernel {_dtype}, share {_share}", "soft_cross_entropy", 8, logits=f"*{_dtype}",
+             probs=f"*{_acc}", weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}",
+             out_distance=_distance, vocab=I32, SHARE=_share, ACC=_acc, BLOCK=4096)
     case(
         f"rope_train_kernel {_dtype}",
         "rope_train",
@@ -88,3 +89,13 @@ for _dtype in ("bf16", "fp16"):
         out_v=_values,
         **_STEP_SIZES,
     )
+    _prefix = {"q": _values, "k": _values, "v": _values, "starts": PI32, "limits": PI32}
+    _backward = {"grad": _values, "lse": PF32, "delta": PF32}
+    _prefix_sizes = {
+        "length": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64, "LANES": 64, "QUERIES": 64, "KEYS": 64,
+    }
+    for _name, _own in (
+        ("prefix_attention", {"out": _values, "out_lse": PF32}), ("prefix_queries_backward", {**_backward, "out_q": _values}),
+        ("prefix_keys_backward", {**_backward, "out_k": _values, "out_v": _values}),
+    ):
+        case(f"{_name}_kernel {_dtype}", "prefix_attention", 4, **_prefix, **_own, **_prefix_sizes)
