@@ -14,6 +14,7 @@ from batchspec.draft.coupled import Draws
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.walk_candidates import walk_candidates
 from batchspec.kernels.sampling.argmax import CONFIDENCE_BINS
+from batchspec.kernels.sampling.top_candidates import top_candidates
 
 CANDIDATES = 16
 """Best tokens of each draft, before the bias of the token before it: as many as in vLLM."""
@@ -83,11 +84,13 @@ class MarkovWalk:
     ) -> None:
         """logits [R * K, V] with noise and rules; before int32 [R] of any stride."""
         assert self._matrices is not None
-        best = logits.topk(self._most, dim=1)
+        values = logits.new_empty(len(logits), self._most)
+        ids = torch.empty_like(values, dtype=torch.int64)
+        top_candidates(logits, self._most, out_values=values, out_ids=ids)
         heat = draws.rows.temperature[: len(before)] if draws is not None and draws.mode.random else None
         shape = (*draft_ids.shape, self._most)
         walk_candidates(
-            best.values.view(shape), best.indices.view(shape), before, *self._matrices, out_ids=draft_ids,
+            values.view(shape), ids.view(shape), before, *self._matrices, out_ids=draft_ids,
             map_ids=self._output.map_ids, temperature=heat,
             sure_of_state=None if sure is None else sure.contiguous(), sure_of_token=None if sure is None else self._of_token,
             out_confidence=out_confidence,

@@ -33,6 +33,11 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
              row_ids=PI32, positions=PI64, tokens=PI32, prompt_len=PI32, settings=PI32, drafts=_drafts,
              num_drafted=_drafts and PI64, draft_rows=None, columns=_map, stride_row=I32, token_stride=I32, setting_stride=I32,
              draft_stride=I32, vocab=I32, first_id=I32, num_columns=I32, max_len=I32, width=I32, BLOCK=1024)
+case("group_maxima_kernel", "top_candidates", 4, logits=PF32, out=PF32, stride_row=I32, vocab=I32, num_groups=I32, GROUP=128,
+     GROUPS=32)
+for _groups in (256, 2048):
+    case(f"top_candidates_kernel {_groups} groups", "top_candidates", 4, logits=PF32, maxima=PF32, out_values=PF32,
+         out_ids=PI64, stride_row=I32, vocab=I32, num_groups=I32, COUNT=16, LANES=16, GROUP=128, GROUPS=_groups)
 case("forbid_ngrams_kernel masks", "forbid_ngrams", 4, logits=PI32, mask_rows=PI32, row_ids=PI32, positions=PI64, tokens=PI32,
      prompt_len=PI32, settings=PI32, drafts=PI32, num_drafted=PI64, draft_rows=None, columns=None, stride_row=I32,
      token_stride=I32, setting_stride=I32, draft_stride=I32, vocab=I32, first_id=I32, num_columns=I32, max_len=I32, width=I32,
