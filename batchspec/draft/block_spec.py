@@ -213,7 +213,11 @@ def _causal(own: ConfigReader, windows: tuple[int | None, ...]) -> tuple[bool, .
 
 
 def _boundaries(own: ConfigReader, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:
-    """z-lab and DeepSpec count layers whose output is read, and -1 is the embedding; speculators count boundaries."""
+    """z-lab and DeepSpec count layers whose output is read, and -1 is the embedding; speculators count boundaries.
+
+    The output of the last layer, as far as target_layer_ids alone names it, is refused: z-lab reads transformers' hidden_states,
+    whose last one is that after the final norm; hooks of DeepSpec, and vLLM for speculators, take it before.
+    """
     keys = [key for key in ("target_layer_ids", "aux_hidden_state_layer_ids") if own.given(key)]
     if not keys:
         raise own.refusal("neither target_layer_ids nor aux_hidden_state_layer_ids says which states it reads; add one of them")
@@ -227,6 +231,11 @@ def _boundaries(own: ConfigReader, target: ModelSpec, aux_layers: str) -> tuple[
         raise own.refusal(
             f"reads the target's layers {list(found)} ({own.shown(keys[0])}, draft.aux_layers={aux_layers}); they must differ "
             f"and lie in 0 .. {target.num_layers}"
+        )
+    if keys == ["target_layer_ids"] and target.num_layers in found:
+        raise own.refusal(
+            f"{own.shown('target_layer_ids')}: z-lab's heads read the last layer's output after the final norm, DeepSpec's "
+            f"before it; add aux_hidden_state_layer_ids {list(found)} if before, or use a head of earlier layers"
         )
     return found
 

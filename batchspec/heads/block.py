@@ -10,6 +10,7 @@ import torch
 from batchspec.config.train_schema import TrainRun
 from batchspec.draft.block_head import dummy_block_spec
 from batchspec.draft.block_spec import CONFIDENCE, CONFIDENCE_BIAS, MARKOV_OUT, BlockSpec
+from batchspec.errors import ConfigError
 from batchspec.heads.block_network import BlockNetwork
 from batchspec.heads.block_save import save_block
 from batchspec.heads.data import Row, frequent_ids
@@ -33,15 +34,21 @@ def usual_boundaries(num_layers: int) -> tuple[int, ...]:
 
 
 def new_block_spec(run: TrainRun, target: ModelSpec, mask_id: int) -> BlockSpec:
-    """A head with layers of the target's shape. Raises ConfigError for train.aux_layer_ids that the target does not have."""
+    """A head with layers of the target's shape. Raises ConfigError for train.aux_layer_ids that the target does not have, and
+    for the state after its last layer."""
     train = run.train
     spec = dummy_block_spec(
         target, draft_vocab_size=train.draft_vocab, num_layers=train.layers or USUAL_LAYERS, block_size=train.ahead
     )
     usual = usual_boundaries(target.num_layers)
+    chosen = checked_boundaries(usual if train.aux_layer_ids is None else train.aux_layer_ids, target)
+    if target.num_layers in chosen:
+        raise ConfigError(
+            f"train.aux_layer_ids={list(chosen)}: {target.num_layers} is the state after the last layer, which programs read "
+            "before or after the final norm; choose earlier ones"
+        )
     return replace(
-        spec, aux_layer_ids=checked_boundaries(usual if train.aux_layer_ids is None else train.aux_layer_ids, target),
-        intermediate_size=train.inner or spec.intermediate_size, mask_token_id=mask_id, own_head=True,
+        spec, aux_layer_ids=chosen, intermediate_size=train.inner or spec.intermediate_size, mask_token_id=mask_id, own_head=True,
     )
 
 

@@ -34,7 +34,7 @@ Seen = list[tuple[tuple[int, ...], int, list[int], list[int]]]
 
 
 def design_of(**changes: Any) -> BlockDesign:
-    usual: dict[str, Any] = {"hidden": TARGET().spec.hidden_size, "vocab": VOCAB, "taps": (0, 2), "mask_id": MASK}
+    usual: dict[str, Any] = {"hidden": TARGET().spec.hidden_size, "vocab": VOCAB, "taps": (0, 1), "mask_id": MASK}
     return BlockDesign(**usual | changes)
 
 
@@ -94,6 +94,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "a window that is not causal": {"windows": (None, 9), "causal": False, "rank": 3},
     "biases": {"attention_bias": True, "mlp_bias": True, "rank": 2},
     "own embedding": {"own_embedding": True},
+    "the state after the last layer": {"taps": (1, 2)},
     "one state": {"taps": (1,), "heads": 2, "kv_heads": 1, "head_dim": 4},
 }
 
@@ -103,6 +104,8 @@ DESIGNS: dict[str, dict[str, Any]] = {
 def test_drafts_are_those_of_the_definition(name: str, layout: str, tmp_path: Path) -> None:
     if DESIGNS[name].get("causal") and layout == "speculators":
         pytest.skip("its layers without a window are never causal")
+    if name == "the state after the last layer" and layout != "speculators":
+        pytest.skip("refused: such files do not say whether it is before the norm")
     design = design_of(layout=layout, **DESIGNS[name])
     tensors = random_block(design, seed=7)
     draft_len = 2 + len(name) % 5

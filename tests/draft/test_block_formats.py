@@ -20,7 +20,7 @@ from tests.helpers.block_heads import LAYOUTS, BlockDesign, random_block, write_
 from tests.helpers.engines import DEVICE, tiny_spec, tiny_target
 
 TARGET = tiny_spec()
-BASE = BlockDesign(hidden=16, vocab=31, taps=(0, 2), mask_id=30)
+BASE = BlockDesign(hidden=16, vocab=31, taps=(0, 1), mask_id=30)
 
 
 def opened(folder: Path, design: BlockDesign = BASE, *, renamed: dict[str, str] | None = None, **keys: Any) -> BlockSpec:
@@ -38,7 +38,7 @@ def refused(folder: Path, design: BlockDesign = BASE, **keys: Any) -> str:
 def test_every_layout_says_the_same_of_a_head(layout: str, tmp_path: Path) -> None:
     design = replace(BASE, rank=3, confidence="markov", draft_vocab=12, windows=(8, None), block=7, layout=layout)
     found = opened(tmp_path, design)
-    assert found.aux_layer_ids == (0, 2)
+    assert found.aux_layer_ids == (0, 1)
     assert (found.block_size, found.most_drafts, found.queries(4), found.from_anchor) == (7, 7, 4, True)
     assert (found.markov_rank, found.confidence, found.mapped, found.own_head) == (3, "markov", True, True)
     assert found.causal == (True, False)
@@ -153,6 +153,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a mask outside": ({}, {"mask_token_id": 31}, "mask_token_id=31 must be one token id in 0 .. 30"),
     "no layers": ({}, {"target_layer_ids": None}, "neither target_layer_ids nor aux_hidden_state_layer_ids says"),
     "layers too high": ({}, {"target_layer_ids": [0, 2]}, "reads the target's layers [1, 3]"),
+    "the last layer": (
+        {}, {"target_layer_ids": [0, 1]},
+        "target_layer_ids=[0, 1]: z-lab's heads read the last layer's output after the final norm, DeepSpec's before it; add "
+        "aux_hidden_state_layer_ids [1, 2] if before, or use a head of earlier layers",
+    ),
     "layers twice": ({}, {"target_layer_ids": [1, 1]}, "reads the target's layers [2, 2]"),
     "gated": ({"rank": 3}, {"markov_head_type": "gated"}, 'not known to draft=block: markov_head_type="gated"'),
     "another rank": ({"rank": 3}, {"markov_rank": 4}, "markov_rank=4, but the Markov matrices have rank 3"),
@@ -179,8 +184,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "dflash_config.causal=true and dspark_config.causal=false must be equal",
     ),
     "two lists of layers": (
-        {}, {"aux_hidden_state_layer_ids": [0, 1]},
-        "target_layer_ids=[-1, 1] (boundaries [0, 2]) and aux_hidden_state_layer_ids=[0, 1] (boundaries [0, 1]) say different",
+        {}, {"aux_hidden_state_layer_ids": [0, 2]},
+        "target_layer_ids=[-1, 0] (boundaries [0, 1]) and aux_hidden_state_layer_ids=[0, 2] (boundaries [0, 2]) say different",
     ),
     "a rank too high": ({"rank": 3}, {"markov_rank": 1025}, "markov_rank is 1025; it must be an integer in 0 .. 1024"),
     "matrices of a rank too high": (

@@ -268,7 +268,7 @@ def _block(model: Path, folder: Path) -> None:
     """A random DSpark head with one causal window."""
     spec = load_spec(model)
     design = BlockDesign(
-        hidden=spec.hidden_size, vocab=spec.vocab_size, taps=(0, 2), mask_id=spec.vocab_size - 1, block=16, draft_vocab=64,
+        hidden=spec.hidden_size, vocab=spec.vocab_size, taps=(0, 1), mask_id=spec.vocab_size - 1, block=16, draft_vocab=64,
         rank=8, confidence="markov", kv_heads=2, head_dim=32, inner=64, windows=(40, None),
     )
     write_block(folder, design, random_block(design))

@@ -142,6 +142,7 @@ def test_acceptance_on_held_out_rows_is_measured(made: Path, tmp_path: Path, cap
         ("train.anchors=0", "train.anchors=0.0 must be above 0 and at most 1; 0.25 is usual"),
         ("train.mask_token=96", "train.mask_token=96 is outside the target's vocabulary of 96; null chooses one"),
         ("train.aux_layer_ids=[0,9]", "train.aux_layer_ids=[0, 9] must be different boundaries in 0 .. 3"),
+        ("train.aux_layer_ids=[0,3]", "train.aux_layer_ids=[0, 3]: 3 is the state after the last layer, which programs read"),
         ("train.ahead=1", "train.ahead=1: a block has at least 2"),
     ],
 )
