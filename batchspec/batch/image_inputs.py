@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from batchspec.batch.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,9 @@ class AxisPositions:
 
     def of_frequencies(self, count: int) -> Tensor:
         """int64 [T, count]: the position that each frequency reads."""
-        axes = [*self.axes[:count], *[0] * (count - len(self.axes))]
-        return self.values[torch.tensor(axes).to(self.values.device)].T
+        axes = np.zeros(count, np.int64)
+        axes[: len(self.axes)] = self.axes[:count]
+        return self.values[upload(axes, torch.int64, self.values.device)].T
 
     def select(self, places: Tensor) -> AxisPositions:
         return AxisPositions(self.values.index_select(1, places), self.axes)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from batchspec.batch.image_inputs import AxisPositions
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.images.decode import decode
+from batchspec.images.decode import Rgb, decode
 from batchspec.images.header import read_header
 from batchspec.model.target import Target
 from tests.engine.test_images import BATCH, ROWS, tokens
@@ -28,15 +29,19 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_image_model(tmp_path_factory.mktemp("models") / request.param, request.param, seed=3)
 
 
-def encoded(target: Target) -> list[torch.Tensor]:
+def pixels(target: Target) -> list[Rgb]:
     assert target.spec.vision is not None
-    assert target.image_encoder is not None
     images = []
     for seed, size in enumerate(SIZES):
         data = picture(*size, seed)
         header = read_header(data)
         images.append(decode(data, target.spec.vision.processor.fit(header.height, header.width)))
-    return [own.float().cpu() for own in target.image_encoder.encode(images)]
+    return images
+
+
+def encoded(target: Target) -> list[torch.Tensor]:
+    assert target.image_encoder is not None
+    return [own.float().cpu() for own in target.image_encoder.encode(pixels(target))]
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
@@ -47,6 +52,19 @@ def test_each_image_is_encoded_as_on_the_cpu(folder: Path, dtype: torch.dtype, s
         error = (own - right).abs()
         assert error.mean() < share * right.abs().mean(), size
         assert error.max() < share * right.abs().max(), size
+
+
+def test_the_host_does_not_wait_for_the_device(folder: Path) -> None:
+    target = image_target(folder, torch.bfloat16, "cuda")
+    images, values = pixels(target), torch.zeros(3, 5, dtype=torch.int64, device="cuda")
+    assert target.image_encoder is not None
+    target.image_encoder.encode(images)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        target.image_encoder.encode(images)
+        AxisPositions(values, target.image_encoder.axes).of_frequencies(12)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("chunk", [64, 23])

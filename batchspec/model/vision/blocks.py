@@ -16,10 +16,10 @@ Grid = tuple[int, int]
 """Rows and columns of an image's patches."""
 
 
-def merge_order(grid: Grid, merge: int) -> Tensor:
+def merge_order(grid: Grid, merge: int, device: torch.device | None = None) -> Tensor:
     """int64 [2, rows * cols] row and column of each patch, in the order in which patches of one token are neighbours: those of a
-    square of merge * merge row by row, and the squares row by row."""
-    rows, cols = (torch.arange(size).view(-1, merge) for size in grid)
+    square of merge * merge row by row, and the squares row by row. Made on the device: a copy would wait for all earlier work."""
+    rows, cols = (torch.arange(size, device=device).view(-1, merge) for size in grid)
     shape = (len(rows), len(cols), merge, merge)
     row, col = rows[:, None, :, None].expand(shape), cols[None, :, None, :].expand(shape)
     return torch.stack((row.reshape(-1), col.reshape(-1)))

@@ -83,7 +83,7 @@ class PatchEncoder(ABC):
         processor = self.spec.processor
         groups = [list(group) for _, group in groupby(images, key=lambda image: image.shape)]
         grids = tuple((group[0].shape[0] // processor.patch, group[0].shape[1] // processor.patch) for group in groups)
-        coords = [self.order(grid).to(self._device) for grid in grids]
+        coords = [self.order(grid) for grid in grids]
         values = torch.cat([self._cut(group, own) for group, own in zip(groups, coords, strict=True)]).to(self._patch.dtype)
         all_coords = torch.cat([own.repeat(1, len(group)) for group, own in zip(groups, coords, strict=True)], 1)
         patches = Patches(values, all_coords, grids, tuple(map(len, groups)))
@@ -104,7 +104,7 @@ class PatchEncoder(ABC):
     def order(self, grid: Grid) -> Tensor:
         """int64 [2, n] row and column of each patch of an image, in the order in which they are computed: those of a token are
         neighbours."""
-        return merge_order(grid, self.spec.processor.merge)
+        return merge_order(grid, self.spec.processor.merge, self._device)
 
     @abstractmethod
     def rows_of(self, patches: Patches) -> Tensor:

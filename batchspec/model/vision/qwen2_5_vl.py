@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.batch.upload import upload
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.images.processor import read_processor
 from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
@@ -154,8 +155,9 @@ class Qwen2_5VlEncoder(PatchEncoder):
     def order(self, grid: Grid) -> Tensor:
         merge = self.spec.processor.merge
         places, _ = window_order(self._tokens(grid), self.spec.window)
-        coords: Tensor = merge_order(grid, merge).unflatten(1, (-1, merge**2))[:, places]
-        return coords.flatten(1)
+        coords = merge_order(grid, merge, self._device).unflatten(1, (-1, merge**2))
+        places_there = upload(places.numpy(), torch.int64, self._device)
+        return coords.index_select(1, places_there).flatten(1)
 
     def _tokens(self, grid: Grid) -> Grid:
         return grid[0] // self.spec.processor.merge, grid[1] // self.spec.processor.merge
@@ -178,7 +180,7 @@ class Qwen2_5VlEncoder(PatchEncoder):
         wide = self._rms("merger.ln_q", x, EPS).view(-1, spec.size * spec.processor.merge**2)
         found = self._linear("merger.mlp.2", F.gelu(self._linear("merger.mlp.0", wide)))
         rows = torch.empty_like(found)
-        rows[torch.cat(places).to(self._device)] = found
+        rows[upload(torch.cat(places).numpy(), torch.int64, self._device)] = found
         return rows.unsqueeze(1)
 
     def _layer(self, name: str, x: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionWithin) -> Tensor:

@@ -169,7 +169,7 @@ class Qwen3VlEncoder(PatchEncoder):
     def rows_of(self, patches: Patches) -> Tensor:
         spec, table, dtype = self.spec, self._weights["pos_embed.weight"], self._patch.dtype
         x = F.linear(patches.values, self._patch, self._weights["patch_embed.proj.bias"])
-        coords = [self.order(grid).to(self._device) for grid in patches.grids]
+        coords = [self.order(grid) for grid in patches.grids]
         of_groups = zip(coords, patches.grids, patches.counts, strict=True)
         x = x + torch.cat([grid_positions(table, own, grid).to(dtype).repeat(count, 1) for own, grid, count in of_groups])
         angles = axial_angles(patches.coords, spec.size // spec.heads, spec.theta)
