@@ -13,7 +13,12 @@ python=${PYTHON:-python}
 turns=${TURNS:-22000} texts=${TEXTS:-16000} cap=${CAP:-288} # rows, rows, tokens of an answer: small models repeat themselves in long ones
 kind=eagle3
 for word in "$@"; do case $word in draft=*) kind=${word#draft=} ;; esac; done
-case $kind in eagle3) head=head layers=2 ;; block) head=head-block layers=3 ;; *) head=head-$kind layers=2 ;; esac
+shape=train.layers=2
+case $kind in
+eagle3) head=head ;;
+block) head=head-block shape='train.layers=3 train.anchors=0.75' ;; # by FLOP a batch takes about as long as one of the other
+*) head=head-$kind ;;
+esac
 mkdir -p "$work"
 
 spec() { "$python" -m batchspec.cli "$@"; }
@@ -33,4 +38,4 @@ for file in ${PROMPTS:-}; do
     data+=",$work/$name"
 done
 spec train draft="$kind" model.path="$model" "input.path=[$data]" output.dir="$work/${HEAD:-$head}" \
-    train.layers="$layers" train.draft_vocab=16384 train.epochs=6 "$@"
+    $shape train.draft_vocab=16384 train.epochs=6 "$@"
