@@ -137,6 +137,23 @@ def test_texts_of_which_a_few_are_shared_stay_texts(tmp_path: Path) -> None:
         assert sum(shard.table.num_rows for shard in opened(path).shards(16)) == 5100
 
 
+@pytest.mark.second
+def test_long_values_that_differ_are_read_as_they_are_although_they_are_in_a_dictionary(tmp_path: Path) -> None:
+    """Images: Arrow would give all of them again with every batch."""
+    images = pa.array([bytes([i]) * MB for i in range(80)], pa.binary())
+    path = written(tmp_path / "in.parquet", images, dictionary_pagesize_limit=128 * MB)
+    with pq.ParquetFile(path) as file:
+        assert file.metadata.row_group(0).column(1).has_dictionary_page
+    found = decoding(path, "prompt", "long")
+    assert found.dictionaries == ()
+    assert found.batch_rows <= 64
+    twice = written(tmp_path / "twice.parquet", pa.concat_arrays([images, images]), dictionary_pagesize_limit=128 * MB)
+    assert decoding(twice, "prompt", "long").dictionaries == ("long",)
+    with at_most(350):  # the dictionary's page, its values, and batches of 4 MB
+        read = [shard.table.column("long").to_pylist() for shard in opened(path).shards(16)]
+    assert [row for rows in read for row in rows] == images.to_pylist()
+
+
 def test_a_dictionary_is_found_although_the_first_rows_have_no_value(tmp_path: Path) -> None:
     values = pa.DictionaryArray.from_arrays(pa.array([None, *[0] * ROWS], pa.int32()), pa.array([LONG]))
     source = opened(written(tmp_path / "in.parquet", values))

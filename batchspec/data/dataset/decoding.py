@@ -78,7 +78,8 @@ def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: O
 
 
 def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tuple[int, bool]:
-    """Bytes of the longest value that many rows of a column chunk may share, and whether all its values are in its dictionary.
+    """Bytes of the longest value that many rows of a column chunk may share, and whether all its values are in its dictionary and
+    each is that of two rows on average: images may be in it, all different.
 
     0 bytes: a batch of any rows is small, or no larger than their part of the file.
     """
@@ -89,7 +90,8 @@ def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tu
     if chunk.has_dictionary_page or DICTIONARIES & {*chunk.encodings}:
         lengths = pc.binary_length(_dictionary(again, group, chunk.path_in_schema))
         others = size - (pc.sum(lengths).as_py() or 0) - INDEX_BYTES * (len(lengths) + chunk.num_values)
-        return pc.max(lengths).as_py() or unknown, others <= HEADER_BYTES
+        saves = 2 * len(lengths) <= chunk.num_values  # Arrow gives the whole dictionary with every batch
+        return pc.max(lengths).as_py() or unknown, saves and others <= HEADER_BYTES
     return (unknown if "DELTA_BYTE_ARRAY" in chunk.encodings else 0), False
 
 
