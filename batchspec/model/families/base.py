@@ -170,6 +170,11 @@ def read_post_normed(config: ConfigReader, attentions: Sequence[AttentionSpec], 
     return dense_layers(normed, mlp)
 
 
+def read_sectioned_rope(config: ConfigReader) -> RopeSpec:
+    """Of a model that also reads images; its sections for images (`mrope_section`) change nothing in text."""
+    return read_rope(config, config.integer("max_position_embeddings"), sections=True)
+
+
 def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tuple[LayerSpec, ...]:
     """The same gated MLP in every layer."""
     return tuple(LayerSpec(attention, (mlp,)) for attention in attentions)

@@ -4,18 +4,12 @@ models/qwen2_5_vl."""
 from __future__ import annotations
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
-from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp, read_sectioned_rope
 from batchspec.model.layers.layer import LayerSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     return dense_layers(read_attentions(config, qkv_bias=True, window_switch=True), read_mlp(config))
-
-
-def _rope(config: ConfigReader) -> RopeSpec:
-    """Of Qwen2.5-VL too, whose sections for images (`mrope_section`) change nothing in text."""
-    return read_rope(config, config.integer("max_position_embeddings"), sections=True)
 
 
 QWEN2 = Family(
@@ -24,7 +18,7 @@ QWEN2 = Family(
     models="Qwen2 and 2.5",
     example="Qwen/Qwen2.5-7B-Instruct",
     layers=_layers,
-    rope=_rope,
+    rope=read_sectioned_rope,
     defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     window_switch=True,
 )

@@ -4,19 +4,20 @@ models/qwen3_vl."""
 from __future__ import annotations
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp, refuses_unnormed_heads
-from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.families.base import (
+    Family,
+    dense_layers,
+    read_attentions,
+    read_mlp,
+    read_sectioned_rope,
+    refuses_unnormed_heads,
+)
 from batchspec.model.layers.layer import LayerSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     attentions = read_attentions(config, bias=config.flag("attention_bias"), qk_norm=True, window_switch=True)
     return dense_layers(attentions, read_mlp(config))
-
-
-def _rope(config: ConfigReader) -> RopeSpec:
-    """Of Qwen3-VL too, whose sections for images (`mrope_section`) change nothing in text."""
-    return read_rope(config, config.integer("max_position_embeddings"), sections=True)
 
 
 QWEN3 = Family(
@@ -26,7 +27,7 @@ QWEN3 = Family(
     example="Qwen/Qwen3-8B",
     layers=_layers,
     defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
-    rope=_rope,
+    rope=read_sectioned_rope,
     computes=frozenset({"use_qk_norm"}),
     refuses=refuses_unnormed_heads,
     window_switch=True,

@@ -153,11 +153,10 @@ class Qwen2_5VlEncoder(PatchEncoder):
     spec: Qwen2_5VlSpec
 
     def order(self, grid: Grid) -> Tensor:
-        merge = self.spec.processor.merge
-        places, _ = window_order(self._tokens(grid), self.spec.window)
-        coords = merge_order(grid, merge, self._device).unflatten(1, (-1, merge**2))
-        places_there = upload(places.numpy(), torch.int64, self._device)
-        return coords.index_select(1, places_there).flatten(1)
+        merge, (order, _) = self.spec.processor.merge, window_order(self._tokens(grid), self.spec.window)
+        places = upload(order.numpy(), torch.int64, self._device)
+        coords: Tensor = merge_order(grid, merge, self._device).unflatten(1, (-1, merge**2)).index_select(1, places)
+        return coords.flatten(1)
 
     def _tokens(self, grid: Grid) -> Grid:
         return grid[0] // self.spec.processor.merge, grid[1] // self.spec.processor.merge
