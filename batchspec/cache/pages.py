@@ -212,7 +212,7 @@ def prefix_hashes(ids: Ids, page_size: int, *, key: bytes = b"", images: Sequenc
     data, token_bytes = ids.tobytes(), ids.itemsize
     page_bytes = page_size * token_bytes
     for end in range(page_bytes, len(data) - token_bytes + 1, page_bytes):
-        seen = b"".join(_of_page(piece, end // token_bytes, page_size) for piece in images)
+        seen = b"".join([_of_page(piece, end // token_bytes, page_size) for piece in images]) if images else b""
         parent = blake2b(parent + data[end - page_bytes : end + token_bytes] + seen, digest_size=16).digest()
         hashes.append(parent)
     return hashes

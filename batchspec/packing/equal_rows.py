@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields
+from functools import lru_cache
 from hashlib import blake2b
+from operator import attrgetter
+from typing import Any
 
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, WrappedStream
@@ -21,7 +24,9 @@ _OF_ROW = frozenset(
     ("request_id", "row_index", "sample_index", "shard", "prompt_ids", "seed", "predicted_tokens", "automaton", "resumed")
 )
 """Fields of a request on which no token of a greedy row depends, or that have their own place in the key."""
-_OPTIONS = tuple(field.name for field in fields(Request) if field.name not in _OF_ROW)
+_options_of: Callable[[Request], tuple[Any, ...]] = attrgetter(
+    *(field.name for field in fields(Request) if field.name not in _OF_ROW)
+)
 
 
 class EqualRows(WrappedStream):
@@ -78,8 +83,16 @@ def answer_key(request: Request) -> bytes | None:
     sampled, continues an earlier run's tokens, or has an automaton already."""
     if request.sampling.temperature > 0 or request.resumed is not None or request.automaton is not None:
         return None
-    options = repr([getattr(request, name) for name in _OPTIONS])
-    return blake2b(request.prompt_ids.tobytes() + options.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    written = _written if request.images else _usual  # images are different in each row, and large
+    return blake2b(request.prompt_ids.tobytes() + written(_options_of(request)), digest_size=16).digest()
+
+
+def _written(options: tuple[Any, ...]) -> bytes:
+    return repr(options).encode("utf-8", "surrogatepass")
+
+
+_usual = lru_cache(64)(_written)
+"""Most rows of a job have the same options, and writing them takes longer than comparing them."""
 
 
 def copy_for(request: Request, completion: Completion) -> Completion:
@@ -92,6 +105,6 @@ def copy_for(request: Request, completion: Completion) -> Completion:
 def _num_bytes(completion: Completion) -> int:
     done = completion
     tops = (array for pair in (done.top_logprobs, done.prompt_top_logprobs) if pair is not None for array in pair)
-    arrays = (done.prompt_ids, done.token_ids, done.logprobs, done.prompt_logprobs, *tops)
+    arrays = (done.prompt_ids, done.token_ids, done.logprobs, done.prompt_logprobs, done.state_values, *tops)
     texts = (done.text, done.reasoning, done.tool_calls)
     return BYTES_OF_ANSWER + sum(one.nbytes for one in arrays if one is not None) + sum(len(one) for one in texts if one)

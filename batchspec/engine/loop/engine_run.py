@@ -139,8 +139,9 @@ class EngineRun:
         now = time.perf_counter()
         self.features.read(launch, result, slots, log)
         self.slots.add_result(result, slots, log, now)
-        for slot, finish in self._examine_due(slots, log):
-            state = self.slots.at(slot)
+        ending = [(self.slots.at(slot), finish) for slot, finish in self._examine_due(slots, log)]
+        self.slots.flush(*(state for state, _ in ending))  # all at once, which takes a row less time
+        for state, finish in ending:
             if finish == HELD and state.finish_reason is None:
                 self.slots.hold(state, on_device=True)
                 continue

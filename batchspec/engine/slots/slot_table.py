@@ -185,7 +185,8 @@ class SlotTable:
 
     def clear(self, state: RequestState, *, on_device: bool = False) -> None:
         """Flush the request and take it out of its slot. on_device: the device has ended its row already."""
-        self.flush(state)
+        if self._counts[state.slot].any():
+            self.flush(state)
         self.held.pop(state, None)
         if not on_device:
             self._killed.append(state.slot)
