@@ -29,7 +29,9 @@ GPU_SLOTS = 1024
 CPU_PREFILL = 1024
 GPU_PREFILL = 16384
 GPU_RUN_AHEAD = 2
-"""Number of rounds that are launched before the results of the first are read."""
+"""Number of rounds, or of passes where nothing is decoded, that are launched before the results of the first are read."""
+PREFILL_SLOTS = 4096
+"""Maximum number of slots where nothing is decoded."""
 MORE_WAVES = 4
 """Numbers of waves that are tried for rows of equal outputs, from the fewest that are possible."""
 MORE_ROWS = 0.05
@@ -113,11 +115,12 @@ def choose_batch(
     Raises CapacityError if not even one row of demand.max_tokens fits.
     """
     on_cpu, num_verified = device.type == "cpu", drafts.counts[-1]
+    run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
+    most_slots = (CPU_SLOTS if on_cpu else GPU_SLOTS) if decodes else _rows_of_passes(packing, demand, run_ahead, on_cpu=on_cpu)
     held = replace(
         demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
     )
-    limit = packing.max_num_seqs or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
-    run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
+    limit = packing.max_num_seqs or min(most_slots, max(1, demand.num_completions))
     memory = KVMemory.of(
         spec, dtype, draft_layers, page_size=PAGE_SIZE, max_len=demand.max_tokens, max_tokens=held.max_tokens,
         lookahead=most_uncommitted(run_ahead, num_verified),
@@ -141,10 +144,10 @@ def choose_batch(
         memory = replace(memory, slot_bytes=0, prefix_bytes=0)
     budget, tokens = _kv_budget(packing, memory, budget, source), _expected_tokens(held)
     most = min(limit, memory.rows(budget, tokens))
-    slots = packing.max_num_seqs or _choose_slots(
+    slots = packing.max_num_seqs or (most if not decodes else _choose_slots(
         spec, rates, held, drafts, limit=limit, dtype=dtype, most=most,
         fullest=min(limit, memory.slots(most, tokens, MORE_ROWS)), correlation=packing.expert_correlation,
-    )
+    ))
     pages, *more_pages = memory.num_pages(budget, slots)
     prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
     prefill_tokens = max(prefill_tokens, spec.prefill_multiple or 1)
@@ -233,6 +236,14 @@ def _held_back(
         if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or fits:
             return tokens, reserve
         tokens //= 2
+
+
+def _rows_of_passes(packing: PackingConfig, demand: Demand, run_ahead: int, *, on_cpu: bool) -> int:
+    """Number of slots where nothing is decoded, at most PREFILL_SLOTS: for the rows of the passes that are launched, of one whose
+    result is read and of one that is prepared. Rows that share prefixes add few tokens to a pass: it is not known how few."""
+    pass_tokens = packing.max_num_batched_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
+    rows = (run_ahead + 2) * math.ceil(pass_tokens / max(1.0, demand.prompt_tokens))
+    return min(PREFILL_SLOTS, 4 * rows if demand.shares_prefix else rows)
 
 
 def _expected_tokens(demand: Demand) -> float:

@@ -113,6 +113,25 @@ def test_a_batch_that_decodes_nothing_has_the_memory_of_rounds_for_pages() -> No
     assert pages[1] > 1.1 * pages[0]
 
 
+@pytest.mark.parametrize(("prompt", "shares", "completions", "slots"), [
+    (128, False, 200_000, 512), (128, True, 200_000, 2048), (20, False, 200_000, 3280), (2, False, 200_000, 4096),
+    (1024, False, 8000, 64), (1024, False, 40, 40), (20_000, False, 8000, 4),
+])
+def test_rows_that_end_with_their_prefill_have_slots_for_the_passes_in_flight(
+    prompt: int, shares: bool, completions: int, slots: int
+) -> None:
+    """Two that wait for the device, one that is read and one that is prepared, of 16,384 tokens each. A CPU waits for each."""
+    demand = Demand(
+        num_completions=completions, prompt_tokens=prompt, output_tokens=0, max_tokens=32_768, shares_prefix=shares
+    )
+    of: Any = partial(
+        choose_batch, PackingConfig(), LLAMA_8B, H200, demand, dtype=torch.bfloat16, drafts=always(0), free_bytes=120 * 10**9,
+        decodes=False,
+    )
+    assert of(device=GPU).num_slots == slots
+    assert of(device=CPU).num_slots == min(completions, (4 if shares else 1) * 2 * -(-1024 // prompt), 4096)
+
+
 def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
     sizes = []
     for max_len in (16, 512):

@@ -64,15 +64,29 @@ class Scheduler:
         """
         while True:
             yield from self._poll()
+            num_launched = self.unread.num_launched
             yield from self._refill()
             yield from self._compact()
             if self.slots.num_decoding:
                 yield from self._round()
             if not self.slots.num_decoding:
-                # No row decodes, so only results can free slots: read all of them but the newest. While the device computes
-                # that one, a prefill pass, the slots that the others free are refilled. If it is the only one, read it.
-                num_unread = len(self.unread)
-                yield self._make_step(num_reads=num_unread - 1 if num_unread > 1 else num_unread)
+                yield self._make_step(num_reads=self._num_reads(any_launched=self.unread.num_launched > num_launched))
+
+    def _num_reads(self, *, any_launched: bool) -> int:
+        """Number of results to read now that no row decodes: only these can free slots.
+
+        Of a batch that decodes, read all but the newest: while the device computes that one, a prefill pass, the slots that the
+        others free are refilled. If it is the only one, read it. If rows end with their prefill, every refill is one pass, and
+        the device has `run_ahead` further ones to compute while the host reads a result and prepares the next refill. If none
+        could be launched, because no slot or no page is free or no request is ready, one more is read.
+
+        any_launched  whether a pass was launched since the last results were read
+        """
+        num_unread = len(self.unread)
+        if self.batch.decodes:
+            return num_unread - 1 if num_unread > 1 else num_unread
+        due = max(0, num_unread - self.batch.run_ahead)
+        return due if any_launched else max(due, min(1, num_unread))
 
     def _poll(self) -> Iterator[ScheduledStep]:
         """End the rows that features have failed, hold others, and resume those that are ready, the oldest first."""
@@ -137,7 +151,7 @@ class Scheduler:
 
     def _compact(self) -> Iterator[ScheduledStep]:
         """Once no request waits, shrink to the next smaller row bucket as soon as the live rows fit."""
-        if not self.slots.num_live:
+        if not (self.slots.num_live and self.batch.decodes):  # the rows of a pass may be in any slots
             return
         num_rows = self._allocator.num_rows_needed()
         if num_rows < self.num_rows:

@@ -11,7 +11,7 @@ import numpy as np
 
 from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import prefix_hashes
-from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.cost import PrefillCost, padded_rows
 from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.engine.slots.prefix_plan import PrefixPlanner
 from batchspec.engine.slots.refill_policy import IdleSlots
@@ -100,7 +100,8 @@ class SlotAllocator:
 
     def refill(self) -> list[RequestState]:
         """Choose the requests to prefill now: they get the free slots, share the pages of cached prefixes, and get pages for
-        their present tokens. Requests that must wait are passed over."""
+        their present tokens. Requests that must wait are passed over. If rows end with their prefill, as many as fit into one
+        pass, also if it is padded; at least one."""
         self._idle_slots.restart()
         free = self.slots.free()
         group: list[RequestState] = []
@@ -108,20 +109,34 @@ class SlotAllocator:
             self._prefixes.begin_group()
         promised = self._expected_pages.promised(self.slots, self.pools).tolist()
         index: int | None = 0
+        num_tokens = 0
         for slot in free:
             index = self._waiting.first_ready(index or 0, self.batch.num_slots)
             if index is None or not self._admit(
-                state := self._waiting[index], promised, alone=not (self.slots.num_live or group)
+                state := self._waiting[index], promised, alone=not (self.slots.num_live or group),
+                room=self._room(len(group), num_tokens),
             ):
                 break
             del self._waiting[index]
             group.append(state)
+            num_tokens += self._num_computed(state)
             state.slot = slot
             self._features.enter(state)
         if group:
             self.slots.fill(group, free[: len(group)], self._num_entered)
             self._num_entered += len(group)
         return group
+
+    def _room(self, num_rows: int, num_tokens: int) -> int | None:
+        """Maximum number of tokens that one more row may add to a refill with so many rows and tokens; None: there is none."""
+        if self.batch.decodes or not num_rows:
+            return None
+        num_dead = padded_rows(num_rows + 1, self.batch.num_slots) - num_rows - 1  # each is padded to a token
+        return self.batch.prefill_tokens - num_tokens - num_dead
+
+    def _num_computed(self, state: RequestState) -> int:
+        """Number of tokens of an admitted request that its prefill computes."""
+        return state.num_tokens - state.num_shared_pages * self.batch.page_size
 
     def _is_worth_a_refill(self, round_s: float, refill_s: float | None) -> bool:
         """The part of `refill_is_due` that `StaticBatching` replaces."""
@@ -164,12 +179,13 @@ class SlotAllocator:
             return AMPLE_PAGES
         return GROW_PAGES if all(pool.num_free - count > GROW_PAGES * num_slots for pool in pools) else 0
 
-    def _admit(self, state: RequestState, promised: list[int], *, alone: bool) -> bool:
+    def _admit(self, state: RequestState, promised: list[int], *, alone: bool, room: int | None) -> bool:
         """Grant pages for the request's tokens and the one that its prefill emits, if the pool can also hold what all requests
         are predicted to need later.
 
         promised  by K/V group, pages that the requests in slots are predicted to need; this request's are added
         alone     True if no request is in a slot or about to enter one; then predicted needs do not delay this one
+        room      as `_room`
         """
         request = state.request
         assert (request.device_limit > 0) == self.batch.decodes, f"{request.request_id!r}: the batch was planned for other rows"
@@ -181,6 +197,8 @@ class SlotAllocator:
             )
         hashes = self._hash(state)  # the last prompt token is in no such page: it is computed, and gives the first output token
         prefix, plan = (self.pools.match(hashes), None) if self._prefixes is None else self._prefixes.plan(hashes)
+        if room is not None and state.num_tokens - prefix.num_columns * self.batch.page_size > room:
+            return False
         num_columns = self.pages_for(state.num_tokens)
         expected, num_idle = self.pools.most_held_by_row(self._expected_pages.of_waiting(state)), self.pools.num_idle(prefix)
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
