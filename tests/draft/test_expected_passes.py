@@ -40,7 +40,7 @@ def test_a_refill_has_at_least_one_row_and_at_most_one_in_each_slot(fixed_s: flo
 
 def shapes(slots: int = 32) -> PassShapes:
     engine = make_engine(tiny_target(), NoDrafter(), packed(slots), device=DEVICE)
-    return PassShapes(engine.executor.round, num_slots=slots, max_tokens=4096)
+    return PassShapes(engine.executor.round, packed(slots, prefill_tokens=4096))
 
 
 def uses(rows: ExpectedRows) -> dict[PassShape, float]:

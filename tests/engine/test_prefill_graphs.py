@@ -35,6 +35,7 @@ from batchspec.engine.loop.executor import Executor
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import CAPTURE_AT, PrefillGraphs
 from batchspec.engine.prefill.inputs import PassInputs, emitting_first
+from batchspec.engine.prefill.padded import padded_chunk
 from batchspec.engine.prefill.passes import Prefilled, chunks, prefill_chunk
 from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.records import RoundOptions
@@ -234,7 +235,7 @@ def test_padded_passes_leave_what_plain_passes_leave_and_touch_no_other_row(name
     before = [layer.pages.clone() for layer in padded.cache.layers]
     with padded_passes() as shapes:
         launch = partial(prefill_chunk, padded.round, padded.rows)
-        graphs = PrefillGraphs(padded.round, padded.rows, padded.graphs, launch, max_tokens=64)
+        graphs = PrefillGraphs(padded.round, padded.rows, padded.graphs, launch, padded_chunk, padded.batch)
         for segments in job.passes:
             expected, found = prefill_chunk(plain.round, plain.rows, segments, job.mode), graphs.run(segments, job.mode)
             assert (found.result is None) == (expected.result is None) == (not any(s.last for s in segments))
@@ -465,7 +466,7 @@ def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for(
 def shapes_of(drafter: Drafter | None = None, *, target: Target | None = None, **options: Any) -> PassShapes:
     own = drafter or NoDrafter()
     engine = make_engine(target or tiny_target(), own, packed(32, num_verified=own.draft_len), device=DEVICE, **options)
-    return PassShapes(engine.executor.round, num_slots=24, max_tokens=4096)
+    return PassShapes(engine.executor.round, packed(24, prefill_tokens=4096))
 
 
 SHAPES = cache(shapes_of)

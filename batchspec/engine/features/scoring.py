@@ -55,6 +55,10 @@ class PromptFeatures(Features):
     def prefill_pass(self) -> PrefillPass:
         return score_pass
 
+    @property
+    def padded_pass(self) -> None:
+        """None: a pass computes the logits of each of its tokens, which takes longer than its launches."""
+
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         if self._scores is None:
             self._scores = PromptScores(pools.pools[0].num_pages, pools.page_size, self._num_top)
@@ -160,6 +164,15 @@ def end_log(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], hidde
     if ending := [segment.slot for segment in segments if segment.last]:
         log[upload(ending, torch.int64, device)] = upload([0, 0, 0, FULL, -1], torch.int32, device)
     mark_diverged(log, [segment.slot for segment in segments], round_.vocabulary.diverged(hidden))
+    return log
+
+
+def padded_end_log(ends: Tensor) -> Tensor:
+    """As `end_log`, for a padded pass of a target that one process computes. ends: int32 [R] 1 for the rows whose prompts end
+    here"""
+    log, here = torch.full((ends.shape[0], 5), -1, dtype=torch.int32, device=ends.device), ends.bool()
+    log[:, :3].masked_fill_(here.unsqueeze(1), 0)
+    log[:, 3].masked_fill_(here, FULL)
     return log
 
 

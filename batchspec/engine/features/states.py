@@ -19,7 +19,8 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
-from batchspec.engine.features.scoring import end_log
+from batchspec.engine.features.scoring import end_log, padded_end_log
+from batchspec.engine.prefill.padded import PaddedBatch, PaddedPass
 from batchspec.engine.prefill.passes import Prefilled, PrefillPass, flat_batch, prefilling
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
@@ -62,6 +63,10 @@ class StateFeatures(Features):
     @property
     def prefill_pass(self) -> PrefillPass:
         return partial(state_pass, self._values_of)
+
+    @property
+    def padded_pass(self) -> PaddedPass:
+        return partial(padded_state_pass, self._values_of)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         return (StateValues(slots),)
@@ -107,6 +112,10 @@ class MeanFeatures(Features):
     def prefill_pass(self) -> PrefillPass:
         return sum_pass
 
+    @property
+    def padded_pass(self) -> PaddedPass:
+        return padded_sum_pass
+
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         return (MeanStates(slots),)
 
@@ -135,12 +144,28 @@ def sum_pass(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode
     batch, _ = flat_batch(rows, segments, round_.cache.page_size)
     with prefilling(round_), torch.inference_mode():
         hidden, _ = round_.target.forward(batch, round_.cache)
-        sums = last_states(round_.target, hidden[:0]).new_zeros((len(segments), hidden.shape[1]))
-        for first in range(0, len(hidden), SUMMED):
-            part = slice(first, first + SUMMED)
-            sums.index_add_(0, batch.row_ids[part], last_states(round_.target, hidden[part]))
+        sums = _sums(round_.target, hidden, batch.row_ids, len(segments))
         log = end_log(round_, rows, segments, hidden)
     return Prefilled(RoundResult(log, (sums,)), None)
+
+
+def padded_sum_pass(round_: Round, rows: DeviceBatch, inputs: PaddedBatch, mode: SamplingMode) -> Prefilled:
+    """`sum_pass` as a `PaddedPass`."""
+    batch, num_rows = inputs.batch, inputs.slot_ids.shape[0]
+    hidden, _ = round_.target.forward(batch, round_.cache)
+    # tokens after the last row are of none, and go to one more; their `row_ids` are 0
+    places = torch.arange(len(hidden), device=hidden.device)
+    sums = _sums(round_.target, hidden, torch.where(places < batch.cu_seqlens_q[-1], batch.row_ids, num_rows), num_rows + 1)
+    return Prefilled(RoundResult(padded_end_log(inputs.emits), (sums,)), None)
+
+
+def _sums(target: Target, hidden: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    """The sum of the states of each row, [num_rows, H]. hidden [T, H], row_ids [T]."""
+    sums = last_states(target, hidden[:0]).new_zeros((num_rows, hidden.shape[1]))
+    for first in range(0, len(hidden), SUMMED):
+        part = slice(first, first + SUMMED)
+        sums.index_add_(0, row_ids[part], last_states(target, hidden[part]))
+    return sums
 
 
 def state_pass(
@@ -154,3 +179,11 @@ def state_pass(
         values = values_of(round_.target, hidden)
         log = end_log(round_, rows, segments, hidden)
     return Prefilled(RoundResult(log, (values,)), None)
+
+
+def padded_state_pass(
+    values_of: ValuesOf, round_: Round, rows: DeviceBatch, inputs: PaddedBatch, mode: SamplingMode
+) -> Prefilled:
+    """`state_pass` as a `PaddedPass`."""
+    hidden, _ = round_.target.forward(inputs.batch, round_.cache, ends_only=True)
+    return Prefilled(RoundResult(padded_end_log(inputs.emits), (values_of(round_.target, hidden),)), None)

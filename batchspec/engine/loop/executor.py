@@ -104,9 +104,9 @@ class Executor:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.num_verified + 1)
         self._prefill_pass = partial(features.prefill_pass, self.round, self.rows)
         self.prefill_graphs: PrefillGraphs | None = None
-        if prefill_graphs and batch.decodes:  # graphs hold passes that choose the rows' next tokens
+        if prefill_graphs and (padded_pass := features.padded_pass) is not None:
             self.prefill_graphs = PrefillGraphs(
-                self.round, self.rows, self.graphs, self._prefill_pass, max_tokens=batch.most_graph_tokens
+                self.round, self.rows, self.graphs, self._prefill_pass, padded_pass, batch
             )
         launch = self._prefill_pass if self.prefill_graphs is None else self.prefill_graphs.run
         self._prefill = PrefillRunner(self.rows, launch, self.cache.copy_states)
@@ -184,6 +184,7 @@ class Executor:
         if self.batch.num_slots > 1:
             self._move_row()
         cost = rehearse(self._prefill_pass, self.rows, self._rehearsal(), mode)
+        cost = replace(cost, adds_launches=not self.batch.decodes)
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
 
     def _rehearsal(self) -> list[list[Segment]]:

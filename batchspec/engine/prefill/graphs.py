@@ -24,18 +24,18 @@ from functools import partial
 import torch
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logit_rule import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.expected_passes import expected_uses
 from batchspec.engine.prefill.inputs import PassInputs, emitting_first
-from batchspec.engine.prefill.passes import FEW, Prefilled, emit, prefill_drafter, seconds_of
+from batchspec.engine.prefill.padded import PaddedBatch, PaddedPass
+from batchspec.engine.prefill.passes import FEW, Prefilled, seconds_of
 from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import Segment
 from batchspec.model.layers.attention.flash import SHORT
-from batchspec.packed_batch import PREFILL_GRAPHS, ExpectedRows
+from batchspec.packed_batch import PREFILL_GRAPHS, ExpectedRows, PackedBatch
 
 CAPTURE_AT = 3
 """A shape is captured at this use. A capture takes about as long as two passes that are launched kernel by kernel. So rare shapes
@@ -62,19 +62,18 @@ class PrefillGraphs:
         rows: DeviceBatch,
         graphs: Graphs,
         launch: Callable[[Sequence[Segment], SamplingMode], Prefilled],
-        *,
-        max_tokens: int,
+        padded_pass: PaddedPass,
+        batch: PackedBatch,
     ) -> None:
         """
-        graphs      those of the rounds, which share memory and stream with these
-        launch      launches a pass kernel by kernel
-        max_tokens  of the largest graph
+        graphs       those of the rounds, which share memory and stream with these
+        launch       launches a pass kernel by kernel
+        padded_pass  what a graph holds
         """
-        self._launch = launch
+        self._launch, self._padded_pass, self._decodes = launch, padded_pass, batch.decodes
         self._round, self._rows, self._captures, self._pool = round_, rows, graphs.captures, graphs.pool
-        num_slots = rows.live.shape[0]
-        self._shapes = PassShapes(round_, num_slots=num_slots, max_tokens=max_tokens)
-        self._inputs = PassInputs(num_slots, rows.live.device)
+        self._shapes = PassShapes(round_, batch)
+        self._inputs = PassInputs(batch.num_slots, rows.live.device)
         self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, Prefilled]] = {}
         self._uses: dict[PassShape, float] = defaultdict(float)
         """For each shape without a graph, its uses: 1 for a pass launched kernel by kernel; for one padded to a larger shape, the
@@ -136,14 +135,15 @@ class PrefillGraphs:
         if shape is None:
             return self._launch(segments, mode)
         self.num_padded += 1
-        segments = emitting_first(segments)
-        self._inputs.fill(segments, shape.num_rows)
+        self._inputs.fill(emitting_first(segments) if self._decodes else segments, shape.num_rows)
         if shape in self._graphs:
             graph, whole = self._graphs[shape]
             graph.replay()
         else:
             whole = self._run_and_capture(shape)
-        return whole if any(s.last for s in segments) else NOTHING_EMITTED
+        if self._decodes:
+            return whole if any(s.last for s in segments) else NOTHING_EMITTED
+        return whole.of_first(len(segments))
 
     def _shape(self, exact: PassShape) -> PassShape | None:
         """The shape to which a pass with these numbers is padded now: one that is captured, or about to be. None: it is launched
@@ -170,9 +170,5 @@ class PrefillGraphs:
         round_, rows, inputs = self._round, self._rows, self._inputs
         rows.provide(shape.mode)
         batch, slot_ids = inputs.batch(shape, rows, page_size=round_.cache.page_size)
-        aux_layer_ids = round_.drafter.aux_layer_ids
-        hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, aux_layer_ids, ends_only=True)
-        logit_rows = LogitRows(slot_ids.int(), batch.kv_len.long())
-        result = emit(round_, rows, hidden, logit_rows, inputs.emit_ids, inputs.emits, shape.mode)
-        prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, shape.mode)
-        return Prefilled(result, inputs.emits)
+        padded = PaddedBatch(batch, slot_ids, inputs.emits, inputs.emit_ids)
+        return self._padded_pass(round_, rows, padded, shape.mode)

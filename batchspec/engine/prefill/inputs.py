@@ -27,12 +27,13 @@ address."""
 class PassInputs:
     """Inputs of a padded pass: one buffer at a fixed address; each field is one line of it. R rows of the shape.
 
-    slot_ids   int32 [R] the slots of the pass: first those that emit a token, in order, then the others; a dead row has a slot
-               that is not in the pass, so that no two rows have the same
+    slot_ids   int32 [R] the slots of the pass: if rows emit tokens, first those that do, in order, then the others; a dead row
+               has a slot that is not in the pass, so that no two rows have the same
     begins     int32 [R] position of the row's first token; 0 for a dead row
     q_len      int32 [R] number of its tokens; 1 for a dead row
     kv_len     int32 [R] keys that its last token attends to; 0 marks a dead row
-    emits      int32 [slots] 1 for the slots that emit a token; the pass sets 0 for those that end with it
+    emits      int32 [slots] 1 for the slots whose tokens end in the pass; if rows emit tokens, the pass sets 0 for those that
+               end with this one
     emit_ids   int32 [slots + 1] number of emitting slots before this one: the row of slot r in the pass, if it emits
     """
 
@@ -43,8 +44,8 @@ class PassInputs:
         self.emits, self.emit_ids = emits[:num_slots], emit_ids[: num_slots + 1]
 
     def fill(self, segments: Sequence[Segment], num_rows: int) -> None:
-        """Upload the inputs of this pass, its segments in the order of `emitting_first`, in stream order; the host does not
-        wait."""
+        """Upload the inputs of this pass in stream order; the host does not wait. segments: if rows emit tokens, in the order of
+        `emitting_first`."""
         lines, count, slots = np.zeros(self._buffer.shape, np.int32), len(segments), [s.slot for s in segments]
         free_slots = np.setdiff1d(np.arange(self._num_slots, dtype=np.int32), slots)[: num_rows - count]
         assert count + len(free_slots) == num_rows, "a slot occurs twice in a pass"

@@ -64,6 +64,11 @@ class Prefilled:
     mask: Tensor | None
     """int32 [slots] 1 for the rows that decode on after their first token."""
 
+    def of_first(self, count: int) -> Prefilled:
+        """The same without the padding, of a pass that emits no token: what was read of its first `count` rows."""
+        assert self.result is not None
+        return Prefilled(RoundResult(self.result.log, tuple(values[:count] for values in self.result.read)), self.mask)
+
     def activate(self, rows: DeviceBatch) -> None:
         """Rows whose tokens ended in this pass decode from the next round on."""
         if self.mask is not None:

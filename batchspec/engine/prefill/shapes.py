@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.cost import PrefillCost, padded_rows
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import Segment
 from batchspec.kernels.attention.settings import MAX_QUERIES
 from batchspec.model.layers.attention.flash import SHORT
-from batchspec.packed_batch import KEYS_PER_TOKEN
+from batchspec.packed_batch import KEYS_PER_TOKEN, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,10 @@ class PassShape:
 class PassShapes:
     """Chooses the shapes of an engine's padded passes."""
 
-    def __init__(self, round_: Round, *, num_slots: int, max_tokens: int) -> None:
-        """max_tokens: of the largest shape."""
-        self._num_slots, self._max_tokens = num_slots, max_tokens
+    def __init__(self, round_: Round, batch: PackedBatch) -> None:
+        self._num_slots, self._max_tokens = batch.num_slots, batch.most_graph_tokens
+        # Where nothing is decoded passes are full, and one shape should hold most of them: the longest row may be in any.
+        self._least_kv = 0 if batch.decodes else min(SHORT, batch.longest_prompt or 0)
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.target.device.type == "cuda"
         # Never padded: passes of several ranks, which exchange in buffers of the largest pass; passes of layers whose launches
@@ -99,10 +100,10 @@ class PassShapes:
         num_tokens, num_rows, mode = exact.num_tokens, exact.num_rows, exact.mode
         if self._never or mode.may_hold or exact.max_kv > SHORT or cost is None:
             return None
-        padded_rows = min(self._num_slots, _power(num_rows))
-        least = num_tokens + padded_rows - num_rows
+        rows = padded_rows(num_rows, self._num_slots)
+        least = num_tokens + rows - num_rows
         padded = min(_padded(least), self._max_tokens)
-        max_kv = max(MAX_QUERIES, _power(exact.max_kv))
+        max_kv = max(MAX_QUERIES, _power(max(exact.max_kv, self._least_kv)))
         max_q = MAX_QUERIES if exact.max_q <= MAX_QUERIES else max_kv
         if self._on_gpu and not all(layout.plans_by_bounds(max_q) for layout in self._layouts):
             return None
@@ -111,7 +112,7 @@ class PassShapes:
             max_keys *= 2
         if least > padded or max_keys > KEYS_PER_TOKEN * self._max_tokens or not cost.pays_padding(num_tokens, padded):
             return None
-        return PassShape(padded, padded_rows, max_q, max_kv, max_keys, mode)
+        return PassShape(padded, rows, max_q, max_kv, max_keys, mode)
 
 
 def _power(number: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.row_commands import NO_COMMANDS, RowCommands
 from batchspec.cache.page_tables import PagePools
+from batchspec.engine.prefill.padded import PaddedPass, padded_chunk
 from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk
 from batchspec.engine.rounds.records import LogitReader, RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
@@ -93,8 +94,13 @@ class Features:
 
     @property
     def prefill_pass(self) -> PrefillPass:
-        """Launches one prefill pass kernel by kernel. Where rows decode, CUDA graphs of `prefill_chunk` may take its place."""
+        """Launches one prefill pass kernel by kernel."""
         return prefill_chunk
+
+    @property
+    def padded_pass(self) -> PaddedPass | None:
+        """Launches the same pass, padded, for a CUDA graph that may take its place; None: no pass is a graph."""
+        return padded_chunk
 
     def allocate(self, rows: DeviceBatch) -> None:
         """Allocate what `LogitRule`s read besides the state of the slots. Called once, before any graph is captured."""

@@ -57,7 +57,7 @@ def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
     graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
-    if job.device.type != "cuda" or not graphed or not task_of(job.config).decodes:  # no pass is a graph
+    if job.device.type != "cuda" or not graphed or task_of(job.config).reads_of(job.config.output).all_logits:
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
     return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
