@@ -42,7 +42,8 @@ class EqualRows(WrappedStream):
         """Key of each request that is being decoded -> those that wait for its answer."""
         self._keys: dict[tuple[int, int], bytes] = {}
         """(row, sample) of each request that is being decoded -> its key."""
-        self._answers: OrderedDict[bytes, Completion] = OrderedDict()
+        self._answers: OrderedDict[bytes, tuple[Completion, int]] = OrderedDict()
+        """Answers and their bytes, the newest last."""
         self._num_bytes = 0
 
     def next_ready(self) -> Request | None:
@@ -52,7 +53,7 @@ class EqualRows(WrappedStream):
                 return request
             if key in self._answers:
                 self._answers.move_to_end(key)
-                self._answered(copy_for(request, self._answers[key]))
+                self._answered(copy_for(request, self._answers[key][0]))
             elif key in self._decoding:
                 self._decoding[key].append(request)
             else:
@@ -71,11 +72,12 @@ class EqualRows(WrappedStream):
         return [copy_for(request, completion) for request in self._decoding.pop(key)]
 
     def _keep(self, key: bytes, completion: Completion) -> None:
-        kept = completion.replace(stats=None)
-        self._answers[key] = kept
-        self._num_bytes += _num_bytes(kept)
+        num_bytes = _num_bytes(completion)
+        self._answers[key] = completion.replace(stats=None), num_bytes
+        self._num_bytes += num_bytes
         while self._num_bytes > MOST_BYTES:
-            self._num_bytes -= _num_bytes(self._answers.popitem(last=False)[1])
+            _, (_, freed) = self._answers.popitem(last=False)
+            self._num_bytes -= freed
 
 
 def answer_key(request: Request) -> bytes | None:

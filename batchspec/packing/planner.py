@@ -116,7 +116,9 @@ def choose_batch(
     """
     on_cpu, num_verified = device.type == "cpu", drafts.counts[-1]
     run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
-    most_slots = (CPU_SLOTS if on_cpu else GPU_SLOTS) if decodes else _rows_of_passes(packing, demand, run_ahead, on_cpu=on_cpu)
+    most_slots = CPU_SLOTS if on_cpu else GPU_SLOTS
+    if not decodes:
+        most_slots = _rows_of_passes(packing, spec, demand, run_ahead, on_cpu=on_cpu)
     held = replace(
         demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
     )
@@ -238,12 +240,14 @@ def _held_back(
         tokens //= 2
 
 
-def _rows_of_passes(packing: PackingConfig, demand: Demand, run_ahead: int, *, on_cpu: bool) -> int:
+def _rows_of_passes(packing: PackingConfig, spec: ModelSpec, demand: Demand, run_ahead: int, *, on_cpu: bool) -> int:
     """Number of slots where nothing is decoded, at most PREFILL_SLOTS: for the rows of the passes that are launched, of one whose
-    result is read and of one that is prepared. Rows that share prefixes add few tokens to a pass: it is not known how few."""
+    result is read and of one that is prepared. Twice as many, because rows may be short or share prefixes, so that many fit into
+    a pass; four times if the survey found shared prefixes. Not if layers keep row tensors, which are large."""
     pass_tokens = packing.max_num_batched_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
     rows = (run_ahead + 2) * math.ceil(pass_tokens / max(1.0, demand.prompt_tokens))
-    return min(PREFILL_SLOTS, 4 * rows if demand.shares_prefix else rows)
+    spare = 1 if spec.prefill_multiple is not None else 4 if demand.shares_prefix else 2
+    return min(PREFILL_SLOTS, spare * rows)
 
 
 def _expected_tokens(demand: Demand) -> float:

@@ -65,6 +65,21 @@ def test_each_row_is_answered_once_and_each_prompt_decoded_once(rows: list[tuple
     assert sum(one.sampling.temperature > 0 for one in decoded) == len(rows) - len(greedy)
 
 
+def test_the_values_of_embeddings_count_for_the_memory_of_kept_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight answers with 4 KB each, a limit of 16 KB keeps the newest three."""
+    monkeypatch.setattr("batchspec.packing.equal_rows.MOST_BYTES", 16 << 10)
+    answered: list[Completion] = []
+    requests = [request(row, [row % 8, 7]) for row in range(16)]
+    stream = EqualRows(ListedRequests(requests), answered.append)
+    for row in range(8):
+        one = stream.next_ready()
+        assert one is not None
+        stream.copies(done(one).replace(state_values=np.full(1024, row, np.float32)))
+    again = [one.row_index for one in iter(stream.next_ready, None)]
+    assert again == [8, 9, 10, 11, 12]
+    assert [one.state_values[0] for one in answered if one.state_values is not None] == [5, 6, 7]
+
+
 CHANGES: dict[str, Any] = {
     "prompt_ids": np.array([1, 2, 4], np.int32), "max_new_tokens": 7, "min_new_tokens": 1, "stop": ("x",), "stop_ids": (5,),
     "sampling": SamplingParams(repetition_penalty=1.5), "constraint": ("regex", "a+"), "tools": "[]", "num_logprobs": 2,

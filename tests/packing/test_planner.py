@@ -114,13 +114,14 @@ def test_a_batch_that_decodes_nothing_has_the_memory_of_rounds_for_pages() -> No
 
 
 @pytest.mark.parametrize(("prompt", "shares", "completions", "slots"), [
-    (128, False, 200_000, 512), (128, True, 200_000, 2048), (20, False, 200_000, 3280), (2, False, 200_000, 4096),
-    (1024, False, 8000, 64), (1024, False, 40, 40), (20_000, False, 8000, 4),
+    (128, False, 200_000, 1024), (128, True, 200_000, 2048), (64, False, 200_000, 2048), (2, False, 200_000, 4096),
+    (1024, False, 8000, 128), (1024, False, 40, 40), (20_000, False, 8000, 8),
 ])
 def test_rows_that_end_with_their_prefill_have_slots_for_the_passes_in_flight(
     prompt: int, shares: bool, completions: int, slots: int
 ) -> None:
-    """Two that wait for the device, one that is read and one that is prepared, of 16,384 tokens each. A CPU waits for each."""
+    """Twice those of two that wait for the device, one that is read and one that is prepared, of 16,384 tokens each. A CPU waits
+    for each."""
     demand = Demand(
         num_completions=completions, prompt_tokens=prompt, output_tokens=0, max_tokens=32_768, shares_prefix=shares
     )
@@ -129,7 +130,7 @@ def test_rows_that_end_with_their_prefill_have_slots_for_the_passes_in_flight(
         decodes=False,
     )
     assert of(device=GPU).num_slots == slots
-    assert of(device=CPU).num_slots == min(completions, (4 if shares else 1) * 2 * -(-1024 // prompt), 4096)
+    assert of(device=CPU).num_slots == min(completions, (4 if shares else 2) * 2 * -(-1024 // prompt), 4096)
 
 
 def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
