@@ -54,12 +54,12 @@ def expected(target: Target, kind: str, ids: Sequence[int]) -> Values:
     return found
 
 
-def check(done: Sequence[Completion], target: Target, kind: str) -> None:
+def check(done: Sequence[Completion], target: Target, kind: str, *, atol: float = 1e-5) -> None:
     for one in done:
         assert one.prompt_ids is not None
         assert one.state_values is not None
         assert (one.status, one.finish_reason) == ("ok", "stop")
-        np.testing.assert_allclose(one.state_values, expected(target, kind, one.prompt_ids.tolist()), atol=1e-5)
+        np.testing.assert_allclose(one.state_values, expected(target, kind, one.prompt_ids.tolist()), atol=atol)
 
 
 def steps_of(engine: Engine) -> list[ScheduledStep]:

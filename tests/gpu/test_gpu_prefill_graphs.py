@@ -29,6 +29,8 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows
 from batchspec.packing import memory
 from batchspec.records import Request, SamplingParams
+from tests.engine.test_state_passes import KINDS, prompts_of
+from tests.engine.test_state_passes import check as check_states
 from tests.gpu import test_gpu_lora
 from tests.gpu.test_gpu_engine import (
     MAX_LEN,
@@ -237,6 +239,24 @@ def test_the_host_launches_a_replayed_pass_once(tmp_path: Path) -> None:
     assert plain_kernels > 40
     assert launched == 1
     assert kernels <= 4
+
+
+@pytest.mark.usefixtures("always", "at_once")
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_states_are_those_of_rows_by_themselves_on_the_cpu(kind: str) -> None:
+    """In float32, rows of at most 64 tokens, with common beginnings. Passes are launched before results of earlier ones, which
+    write to the same tensors, are read."""
+    rng = np.random.default_rng(7)
+    common = rng.integers(0, VOCAB, 33).tolist()
+    rows = [(common if i % 3 == 0 else []) + rng.integers(0, VOCAB, rng.integers(1, 31)).tolist() for i in range(150)]
+    batch = shape(24, decodes=False, num_verified=0)
+    engine = Engine(target("cuda"), NoDrafter(), batch, device=GPU, features=KINDS[kind](), prefill_graphs=True)
+    done = list(engine.run(iter(prompts_of(*rows))))
+    graphs = graphs_of(engine)
+    assert graphs.num_captured > 0
+    assert graphs.num_padded > 2 * graphs.num_captured
+    assert sorted(one.row_index for one in done) == list(range(150))
+    check_states(done, target("cpu"), kind, atol=1e-4)
 
 
 @pytest.mark.whole_gpu
