@@ -27,6 +27,9 @@ GROW_PAGES, AMPLE_PAGES = 4, 32
 """Pages that a row may get before it needs them. It gets AMPLE_PAGES if half of the pool stays free even when every slot gets as
 many, GROW_PAGES if the pool has as many for every slot, else none. So page tables are written every few rounds and not every
 round; for rows with a short limit once."""
+SPARE = 0.125
+"""Share of a pass that is left empty rather than that a row is cut, where rows end with their prefill: the rest of the row would
+need another pass, at least."""
 TAKEN_AHEAD = 8
 """Maximum number of requests that are prepared beyond the free slots: of 256 rows that take 60 rounds each, about four end in a
 round."""
@@ -100,8 +103,8 @@ class SlotAllocator:
 
     def refill(self) -> list[RequestState]:
         """Choose the requests to prefill now: they get the free slots, share the pages of cached prefixes, and get pages for
-        their present tokens. Requests that must wait are passed over. If rows end with their prefill, as many as fit into one
-        pass, also if it is padded; at least one."""
+        their present tokens. Requests that must wait are passed over. If rows end with their prefill, as many as fill one
+        pass, also if it is padded; or more passes, if otherwise one would be far from full (SPARE)."""
         self._idle_slots.restart()
         free = self.slots.free()
         group: list[RequestState] = []
@@ -129,10 +132,12 @@ class SlotAllocator:
 
     def _room(self, num_rows: int, num_tokens: int) -> int | None:
         """Maximum number of tokens that one more row may add to a refill with so many rows and tokens; None: there is none."""
+        most = self.batch.prefill_tokens
         if self.batch.decodes or not num_rows:
             return None
         num_dead = padded_rows(num_rows + 1, self.batch.num_slots) - num_rows - 1  # each is padded to a token
-        return self.batch.prefill_tokens - num_tokens - num_dead
+        room = -num_tokens % most - num_dead  # in the last pass
+        return None if room > SPARE * most else room
 
     def _num_computed(self, state: RequestState) -> int:
         """Number of tokens of an admitted request that its prefill computes."""
