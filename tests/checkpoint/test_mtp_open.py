@@ -42,9 +42,11 @@ def test_its_bytes_are_those_of_its_matrices(name: str, tmp_path: Path) -> None:
     numbers = sum(tensor.numel() for tensor in matrices)
     assert own.weight_bytes(dtype=torch.bfloat16, device=DEVICE) == pytest.approx(2 * numbers, rel=0.02)
     (kept,) = own.layer_states(torch.bfloat16, 16)
-    assert kept.page_bytes == 16 * 2 * 2 * 2 * 16  # 16 tokens: K and V of 2 heads of 16 numbers
+    config = text_config(tmp_path)
+    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"] if config.get("kv_lora_rank") else None
+    assert kept.page_bytes == 16 * 2 * (latent or 2 * 2 * 16)  # 16 tokens: latents, or K and V of 2 heads of 16 numbers
     # The first draft of the next round, the state that it was chosen from, and the confidence in it.
-    assert [one.shape for one in kept.row] == [(), (text_config(tmp_path)["hidden_size"],), ()]
+    assert [one.shape for one in kept.row] == [(), (config["hidden_size"],), ()]
 
 
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:

@@ -9,8 +9,8 @@ from tests.house.test_imports import module_of, sources
 NAMES = re.compile(
     r"AttentionSpec|GatedDeltaSpec|ShortConvSpec|Mamba2Spec|LatentSpec|[Ss]hort_?conv|is_recurrent|recurren|\bwindows\b|kv_heads|head_dim|inner_size|kv_size|\battentions|\bkv_of\b"
 )
-THEIR_OWN = ("kernels", "conf", "model.layers", "model.families", "draft", "heads", "bench")
-"""Packages of kinds of layers, of families made of them, and of draft heads."""
+THEIR_OWN = ("kernels", "conf", "model.layers", "model.families", "model.vision", "draft", "heads", "bench")
+"""Packages of kinds of layers, of families made of them, of vision encoders with layers of their own, and of draft heads."""
 MOST_LINES = 37
 """Among them the windows of page groups, keys of config.json, and what messages say."""
 
