@@ -14,10 +14,12 @@ from batchspec.checkpoint.hub import find_model
 from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
+from batchspec.draft.block_head import dummy_block_spec, open_block
+from batchspec.draft.block_head import products as block_products
 from batchspec.draft.head import products as head_products
 from batchspec.draft.mtp_head import products as mtp_products
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
-from batchspec.draft.weights import dummy_spec, open_head
+from batchspec.draft.weights import drafts_blocks, dummy_spec, has_usual_heads, open_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import assumed, card_of
 from batchspec.model.dtype import dtype_name, resolve_dtype
@@ -64,7 +66,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="batchspec doctor", description=__doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or one of {', '.join(SHAPES)} (with a head)")
-    add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head trained for MODEL")
+    add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3, DFlash or DSpark head for MODEL")
     add("--tune", action="store_true", help="time the matrix products of MODEL and HEAD, about 10 s each; needs an idle GPU")
     add("--card", metavar="NAME", help="tell of this card instead, as A100-80GB or L40S; a wrong name lists all")
     add("--out", type=Path, metavar="FILE", help="--tune: table to add the results to, instead of the one in your cache folder")
@@ -91,16 +93,23 @@ def versions() -> dict[str, str]:
 
 
 def _products(args: argparse.Namespace, spec: ModelSpec) -> list[Product]:
-    known = args.model in SHAPES
     if torch.cuda.is_available():
         spec = spec.on(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
-    head = None
+    of_mtp = [] if spec.mtp is None else mtp_products(spec.mtp)
+    return list(dict.fromkeys([*products(spec), *_of_head(args, spec), *of_mtp]))
+
+
+def _of_head(args: argparse.Namespace, spec: ModelSpec) -> list[Product]:
+    """Of the given head; of a shape, of typical heads that draft one token after another and a block."""
     if args.draft_path:
-        head = open_head(find_model(args.draft_path, key="--draft-path"), spec)
-    elif known:
-        head = dummy_spec(spec, draft_vocab_size=DRAFT_VOCAB.get(args.model, DEFAULT_DRAFT_VOCAB))
-    of_head, of_mtp = [] if head is None else head_products(head), [] if spec.mtp is None else mtp_products(spec.mtp)
-    return list(dict.fromkeys([*products(spec), *of_head, *of_mtp]))
+        files = find_model(args.draft_path, key="--draft-path")
+        return block_products(open_block(files, spec)) if drafts_blocks(files) else head_products(open_head(files, spec))
+    if args.model not in SHAPES or not has_usual_heads(spec):
+        return []
+    vocab = DRAFT_VOCAB.get(args.model, DEFAULT_DRAFT_VOCAB)
+    return [
+        *head_products(dummy_spec(spec, draft_vocab_size=vocab)), *block_products(dummy_block_spec(spec, draft_vocab_size=vocab))
+    ]
 
 
 def _spec(model: str) -> ModelSpec:

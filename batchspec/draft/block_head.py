@@ -20,7 +20,7 @@ from batchspec.checkpoint.config_values import shown
 from batchspec.checkpoint.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.checkpoint.weight_files import opened_weights
 from batchspec.draft.block_spec import CONFIDENCE, CONFIDENCE_BIAS, MARKOV, MARKOV_OUT, BlockSpec, read_block
-from batchspec.draft.bound_head import BoundHead, Place
+from batchspec.draft.bound_head import BoundHead, Place, layer_gemms
 from batchspec.draft.head import HeadWeights
 from batchspec.draft.head_tensors import head_prefix
 from batchspec.draft.output import DraftOutput
@@ -32,13 +32,15 @@ from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.of_model import first_attention
 from batchspec.model.layers.attention.paged import PagedStore
-from batchspec.model.layers.base import ProductSpec, Projection, TensorSpec
+from batchspec.model.layers.base import Gemm, ProductSpec, Projection, TensorSpec
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.products import gemm_products
 from batchspec.model.quant.plain import PLAIN, Linear
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weight_checks import misfits
+from batchspec.tuning.table import Product
 
 _OTHER_NAMES = {
     "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "dflash.": "", "dspark.": "",
@@ -71,8 +73,7 @@ def block_layers(spec: BlockSpec) -> tuple[LayerSpec, ...]:
 def expected_tensors(spec: BlockSpec) -> list[TensorSpec]:
     """Every tensor that the spec requires, by normalised name, in the order in which `dummy_block` draws them."""
     hidden = spec.hidden_size
-    fc = ProductSpec((Projection("fc", hidden, len(spec.aux_layer_ids) * hidden, spec.fc_bias),))
-    tensors = [*PLAIN.tensors(fc.parts[0])]
+    tensors = [*PLAIN.tensors(_fc(spec).parts[0])]
     tensors += [TensorSpec(f"{name}.weight", (hidden,), "norm") for name in ("hidden_norm", "norm")]
     if spec.own_embedding:
         tensors.append(TensorSpec("embed_tokens.weight", (spec.vocab_size, hidden), "weight"))
@@ -98,8 +99,22 @@ def block_bytes(spec: BlockSpec, dtype: torch.dtype) -> int:
     return (stored + sum(product.rows * product.k for product in _context_products(spec))) * dtype.itemsize
 
 
+def _fc(spec: BlockSpec) -> ProductSpec:
+    return ProductSpec((Projection("fc", spec.hidden_size, len(spec.aux_layer_ids) * spec.hidden_size, spec.fc_bias),))
+
+
 def _context_products(spec: BlockSpec) -> Iterator[ProductSpec]:
     return (layer.attention.kv for layer in block_layers(spec))
+
+
+def products(spec: BlockSpec) -> list[Product]:
+    """The matrix products that drafting may use besides the target's output matrix, all with R * S tokens: fc, K and V of all
+    layers, and those of a layer without its K and V."""
+    context = ProductSpec(tuple(part for product in _context_products(spec) for part in product.parts))
+    gemms = [Gemm(product=product, ops=("linear",)) for product in (_fc(spec), context)]
+    gemms += [gemm for layer in block_layers(spec) for gemm in layer_gemms(layer) if gemm.product != layer.attention.kv]
+    output = [("lm_head", spec.draft_vocab_size, spec.hidden_size)] if spec.own_head else []
+    return [*gemm_products(gemms, spec.hidden_size), *output]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.draft.head import Head
 from batchspec.draft.head_tensors import expected_shapes, expected_tensors, feature_width, normalised
 from batchspec.errors import CheckpointError
-from batchspec.model.layers.attention.of_model import first_attention
+from batchspec.model.layers.attention.of_model import attentions_of, first_attention
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weight_checks import misfits
 
@@ -44,13 +44,24 @@ def open_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto")
         if normalised(name) in stored:
             raise CheckpointError(f"{files.where}: {listed([name])} is stored twice, under two names; export the head again")
         stored[normalised(name)] = tensor
-    if "hidden_norm.weight" in stored or "encoder.output_norm_enc.weight" in stored:
+    if drafts_blocks(files):
         raise CheckpointError(f"{files.where}: a DFlash or DSpark head, and an EAGLE-3 head is needed; use draft=block")
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)
     if spec.mapped:
         check_tables(files, stored, spec.vocab_size)
     return spec
+
+
+def drafts_blocks(files: ModelFiles) -> bool:
+    """Whether the tensors are those of a DFlash or DSpark head."""
+    names = {name.removeprefix("model.").removeprefix("dflash.").removeprefix("dspark.") for name in stored_tensors(files)}
+    return not names.isdisjoint(("hidden_norm.weight", "encoder.output_norm_enc.weight"))
+
+
+def has_usual_heads(target: ModelSpec) -> bool:
+    """Whether `dummy_spec` can make a head for it."""
+    return bool(attentions_of(target))
 
 
 def check_tables(files: ModelFiles, stored: Mapping[str, StoredTensor], vocab_size: int) -> None:

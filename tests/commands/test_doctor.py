@@ -14,6 +14,8 @@ import torch
 
 from batchspec import cli
 from batchspec.commands import doctor
+from batchspec.draft.block_head import dummy_block_spec
+from batchspec.draft.block_head import products as block_products
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.kernels.common import card
@@ -22,6 +24,7 @@ from batchspec.model.families.shapes import shape_spec
 from batchspec.model.products import products
 from batchspec.tuning import table as tuning
 from batchspec.tuning.table import Product, save
+from tests.helpers.block_heads import BlockDesign, random_block, write_block
 
 GPU = "NVIDIA Imaginary 100"
 TILE = Tile(64, 128, 64, 4, 4, True)
@@ -69,6 +72,19 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
     return asked
 
 
+TINY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}
+
+
+def usual(shape: str, draft_vocab: int) -> list[Product]:
+    """The products of a shape and of typical heads."""
+    spec = shape_spec(shape)
+    heads = [*head_products(dummy_spec(spec, draft_vocab_size=draft_vocab))]
+    return [*products(spec), *heads, *block_products(dummy_block_spec(spec, draft_vocab_size=draft_vocab))]
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_a_machine_without_a_gpu_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "llama8b"]) == 0
@@ -105,7 +121,7 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("gpu")
 def test_the_products_of_a_model_that_the_table_lacks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = [*products(shape_spec("llama8b")), *head_products(dummy_spec(shape_spec("llama8b")))]
+    wanted = usual("llama8b", 32000)
     known = set(wanted) - {("lm_head", 32000, 4096)}
     save([entry(product) for product in known], GPU)
     assert cli.main(["doctor", "llama8b"]) == 0
@@ -125,7 +141,8 @@ def test_tuning_a_shape_covers_a_usual_head_of_it(
     path = tmp_path / "table.json"
     assert cli.main(["doctor", "--tune", "smol135m", "--out", str(path)]) == 0
     spec = shape_spec("smol135m")
-    assert set(tuned) == {*products(spec), *head_products(dummy_spec(spec, draft_vocab_size=16384))}
+    assert set(tuned) == {*usual("smol135m", 16384)}
+    assert {*block_products(dummy_block_spec(spec, draft_vocab_size=16384))} < {*tuned}
     assert len(tuned) == len(set(tuned))
     written = json.loads(path.read_text())
     assert written["gpu"] == GPU
@@ -139,11 +156,7 @@ def test_a_model_folder_is_tuned_into_the_users_table_and_known_from_then_on(
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(TINY))
     assert cli.main(["doctor", "--tune", str(folder)]) == 0
     assert ("linear", 64, 96) in tuned
     assert ("lm_head", 500, 64) in tuned
@@ -154,6 +167,33 @@ def test_a_model_folder_is_tuned_into_the_users_table_and_known_from_then_on(
     model = capsys.readouterr().out.splitlines()[-1]
     assert model.startswith(f"model     {folder}: weights of ")
     assert model.endswith(f"; {len(tuned)} of {len(tuned)} products tuned")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("draft_vocab", [None, 100])
+def test_the_products_of_a_head_that_drafts_a_block_are_those_that_it_computes(
+    draft_vocab: int | None, tuned: list[Product], tmp_path: Path
+) -> None:
+    design = BlockDesign(
+        hidden=64, vocab=500, taps=(0, 1), mask_id=499, draft_vocab=draft_vocab, rank=8, confidence="markov", heads=4,
+        kv_heads=2, head_dim=16, inner=80,
+    )
+    write_block(tmp_path / "head", design, random_block(design))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    assert cli.main(["doctor", "--tune", str(tmp_path / "model"), "--draft-path", str(tmp_path / "head")]) == 0
+    of_head = {
+        ("linear", 64, 128), ("linear", 2 * 2 * 32, 64), ("linear", 64 + 2 * 32, 64), ("linear", 64, 64), ("linear", 160, 64),
+        ("swiglu", 160, 64), ("linear", 64, 80),
+    }
+    assert of_head <= {*tuned}
+    assert {product for product in tuned if product[0] == "lm_head"} == {
+        ("lm_head", 500, 64), *([] if draft_vocab is None else [("lm_head", draft_vocab, 64)])
+    }
+
+
+def test_a_shape_of_latent_attention_has_no_usual_head() -> None:
+    assert cli.main(["doctor", "glm-4.7-flash"]) == 0
 
 
 @pytest.mark.parametrize(
