@@ -120,6 +120,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **LAYER_INPUTS, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
         "sliding_window": 4,
     },
+    "falcon_h1": {
+        **needed("falcon_h1", 2), "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 32,
+        "attention_in_multiplier": 1.5, "ssm_multipliers": [0.5, 1.0, 0.75, 1.25, 2.0], "mlp_multipliers": [1.5, 0.7],
+    },
 }
 IGNORED = ["lm_head", "re:.*mlp.gate$"]
 WEIGHTS: dict[str, dict[str, Any]] = {

@@ -79,6 +79,13 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "logits_scaling": (1e-6, 1e6),
     "llama_4_scaling_beta": (0.0, 1e3),
     "block_ffn_dim_multiplier": (1e-3, 1e3),
+    **dict.fromkeys(
+        (
+            "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier",
+            "ssm_out_multiplier", "ssm_multipliers", "mlp_multipliers",
+        ),
+        (1e-6, 1e6),
+    ),
 }
 """key -> lowest and highest value, in a list of each; all values are finite."""
 

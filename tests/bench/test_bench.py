@@ -98,6 +98,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "M*EM", "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
         "ssm_state_size": 16, "moe_shared_expert_intermediate_size": 32,
     },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,

@@ -188,7 +188,7 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
         ("glm-4.7-flash", 8): "num_attention_heads 20 cannot be cut into 8 equal parts",
         **{
             (name, ranks): f"the number of groups of Mamba2 heads 1 cannot be cut into {ranks} equal parts"
-            for name in ("granite4-h-micro", "granite4-h-tiny", "bamba-9b") for ranks in (2, 4, 8)
+            for name in ("granite4-h-micro", "granite4-h-tiny", "bamba-9b", "falcon-h1-0.5b") for ranks in (2, 4, 8)
         },
         ("qwen3-30b-a3b-fp8", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3-30b-a3b-int4", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",

@@ -39,6 +39,7 @@ OWN: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
     "granitemoehybrid": needed("granitemoehybrid", 3), "lfm2_moe": needed("lfm2_moe", 3),
     "nemotron_h": needed("nemotron_h", 3), "bamba": needed("bamba", 3),
+    "falcon_h1": needed("falcon_h1", 3),
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     "glm4_moe_lite": {
@@ -127,6 +128,13 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
     "bamba": {
         "attn_layer_indices": (None, [1], [3]), "mamba_n_heads": (2, 6), "mamba_d_head": ("auto", 8), "mamba_d_state": (10,),
         "mamba_n_groups": (2,), "mlp_bias": (True,), "partial_rotary_factor": (0.25,),
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": (None, 24, 50), "mamba_n_heads": (2, 6), "mamba_d_head": ("auto", 12), "mamba_d_state": (10,),
+        "mamba_n_groups": (2,), "mamba_rms_norm": (True, False), "mamba_norm_before_gate": (True, False),
+        "attention_bias": (True,), "mamba_proj_bias": (True,), "projectors_bias": (True,), "attention_in_multiplier": (1.5,),
+        "ssm_in_multiplier": (0.7,), "ssm_multipliers": (None, [0.5, 0.25, 1.5, 0.75, 2.0]),
+        "mlp_multipliers": (None, [0.4, 1.3]), "key_multiplier": (0.4,), "lm_head_multiplier": (0.2,),
     },
     "nemotron_h": {
         "layers_block_type": (None, ["moe", KINDS[1], "mlp"], ["linear_attention"] * 3, ["mamba", "attention", "mlp"]),

@@ -49,7 +49,7 @@ def spec_of(family: str, **changes: Any) -> ModelSpec:
     if family in GEMMA4:
         own = {**TINY, **GEMMA4[family], "head_dim": 4, "global_head_dim": 6, **changes, "model_type": "gemma4_text"}
         return read_spec(own, "config.json")
-    if family in ("qwen3", "nemotron_h", *OWN):
+    if family in ("qwen3", "nemotron_h", "falcon_h1", *OWN):
         return read_spec({**TINY, "model_type": family, **OWN.get(family, {}), **changes}, "config.json")
     separate = family in ("qwen3_moe", "glm4_moe")
     sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if separate else {"intermediate_size": 16}
@@ -91,6 +91,12 @@ SPECS: dict[str, ModelSpec] = {
            "ssm_state_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 512,
            "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512},
     ).quantised("fp8"),
+    "falcon_h1": spec_of(
+        "falcon_h1",
+        **{**needed("falcon_h1", 2), "num_hidden_layers": 2, "mamba_n_groups": 4, "mamba_n_heads": 8, "intermediate_size": 16,
+           "mamba_rms_norm": True, "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 2.0], "attention_out_multiplier": 0.6,
+           "mlp_multipliers": [1.5, 0.7]},
+    ),
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
@@ -169,9 +175,10 @@ def test_the_parts_of_all_ranks_cover_every_number_once(name: str, ranks: int) -
                     count[piece] += 1
         q, kv = attentions(spec)[0].inner_size, attentions(spec)[0].kv_size
         parts = count.split([q, kv, kv]) if tensor.endswith("qkv_proj.weight") else (count,)
-        if tensor.endswith(("mixer.in_proj.weight", "mixer.in_proj.bias")):
-            mamba = spec.layers[0].mixer
-            assert isinstance(mamba, Mamba2Spec)
+        if tensor.endswith((".in_proj.weight", ".in_proj.bias")) and "short" not in name:
+            mixer = spec.layers[0].mixer
+            assert mixer is not None
+            (mamba,) = (part for part in mixer.parts if isinstance(part, Mamba2Spec))
             parts = count.tensor_split([len(count) - mamba.num_heads])
             assert int(parts[1].flatten()[0]) == ranks
         for part in parts:

@@ -279,6 +279,7 @@ def test_every_family_is_cut_in_every_format(family: str, form: str) -> None:
 def test_a_layer_exchanges_twice_and_a_norm_over_all_heads_once_more() -> None:
     """Layers of Nemotron are one block each, and narrow experts besides a shared one exchange twice."""
     models = {"llama": (2, 2), "qwen3_moe": (2, 2), "minimax_m2": (3, 3), "nemotron_h, narrow experts": (1, 1, 1, 2)}
+    models["falcon_h1"] = (2, 2)
     for name, of_layers in models.items():
         spec, table = SPECS[name], Table(2)
 

@@ -46,7 +46,7 @@ from tests.helpers.nvfp4_layouts import MODELOPT
 from tests.helpers.recurrent import LoudNoise, mtp_of, recurrent_spec
 from tests.helpers.short_convs import conv_spec
 from tests.helpers.stand_in_gpu import stand_in_gpu
-from tests.helpers.state_spaces import mamba_spec
+from tests.helpers.state_spaces import mamba_spec, parallel_spec
 from tests.model.test_expert_kernels import CASES, CPU, VOCAB, made
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_compiled_ahead.py runs on a GPU")
@@ -177,6 +177,7 @@ KINDS: dict[str, tuple[Callable[[], ModelSpec], dict[str, Sequence[str]]]] = {
     "gated delta": (recurrent_spec, kernels_of(chunk_products, convolve, delta_chunks, delta_steps, gated_norm)),
     "short convolution": (conv_spec, kernels_of(short_conv)),
     "mamba2": (mamba_spec, kernels_of(short_conv, scan_chunks, scan_steps, gated_group_norm)),
+    "parallel": (parallel_spec, kernels_of(short_conv, scan_chunks, scan_steps, gated_group_norm)),
     "latent": (latent_spec, kernels_of(verify_latents, write_latents)),
     "latent in e4m3": (lambda: latent_spec().with_fp8_kv(), kernels_of(verify_latents, write_latents)),
 }

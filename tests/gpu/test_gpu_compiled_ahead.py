@@ -54,7 +54,13 @@ LATENTS = {
     "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 512, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
 }
-KINDS = {"recurrent": RECURRENT, "convolutions": CONVS, "mamba2": MAMBA, "latents": LATENTS}
+FALCON = {
+    "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "hidden_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "mamba_d_ssm": 512,
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "ssm_multipliers": [0.5, 0.25, 0.5, 0.5, 0.75],
+    "mlp_multipliers": [0.9, 0.6], "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
+}
+KINDS = {"recurrent": RECURRENT, "convolutions": CONVS, "mamba2": MAMBA, "latents": LATENTS, "parallel": FALCON}
 compiled = []
 
 def on_compile(**event):
@@ -89,7 +95,7 @@ print("compiled late:", *compiled[ahead:], sep="\\n")
     ("form", "drafter"),
     [*((form, drafter) for form in ("bf16", "fp8 blocks", "mxfp4") for drafter in ("none", "lookup")),
      ("recurrent", "none"), ("recurrent", "mtp"), ("convolutions", "none"), ("convolutions", "lookup"),
-     ("mamba2", "none"), ("mamba2", "lookup"), ("latents", "none"), ("latents", "lookup")],
+     *((form, drafter) for form in ("mamba2", "parallel", "latents") for drafter in ("none", "lookup"))],
 )
 def test_nothing_is_compiled_after_an_engine_was_prepared(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""

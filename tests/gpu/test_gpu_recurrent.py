@@ -30,6 +30,7 @@ from batchspec.model.layers.latent.attend import HeadSizes
 from batchspec.model.layers.latent.block import LatentSpec
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mamba2.block import Mamba2Spec
+from batchspec.model.layers.parallel.block import ParallelSpec
 from batchspec.model.layers.short_conv.block import ShortConvSpec
 from batchspec.model.target import Target
 from batchspec.records import Request
@@ -80,6 +81,22 @@ def mamba_target(kind: str) -> Target:
     last = replace(first, num_heads=6, head_dim=16, num_groups=1, state_size=32, conv_bias=False, bias=True)
     spec = replace(plain, layers=(LayerSpec(first, ()), attends, LayerSpec(last, attends.mlps)))
     device = torch.device(kind)
+    return Target(spec, _Noise(spec, device, torch.float32), device)
+
+
+@cache
+def parallel_target(kind: str) -> Target:
+    """The same, with attention beside each Mamba2 layer, with factors and without a norm in the first."""
+    plain = mamba_target(kind).spec
+    attends, layers = replace(plain.layers[1].attention, norm=None, out_scale=0.6), list(plain.layers)
+    for i in (0, 2):
+        mamba = layers[i].mixer
+        assert isinstance(mamba, Mamba2Spec)
+        factors = (1.5, 0.75, 1.25, 2.0, 0.5) if i == 0 else (1.0,) * 5
+        mamba = replace(mamba, norm=None, out_norm=i > 0, scales=factors)
+        both = ParallelSpec(hidden_size=plain.hidden_size, eps=plain.rms_eps, attention=attends, mamba=mamba)
+        layers[i] = LayerSpec(both, layers[i].mlps)
+    spec, device = replace(plain, layers=tuple(layers)), torch.device(kind)
     return Target(spec, _Noise(spec, device, torch.float32), device)
 
 
@@ -139,7 +156,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, pages
 @pytest.mark.parametrize(
     ("name", "target_of"),
     [*((name, conv_target) for name in ("none", "lookup", "eagle3", "window")),
-     *((name, mamba_target) for name in ("none", "lookup", "eagle3")),
+     *((name, target) for target in (mamba_target, parallel_target) for name in ("none", "lookup", "eagle3")),
      *((name, latent_target) for name in ("none", "lookup", "eagle3", "window"))],
 )
 def test_graphs_with_other_kinds_of_layers_give_the_tokens_of_one_row_at_a_time_on_the_cpu(
@@ -159,8 +176,8 @@ def test_graphs_with_other_kinds_of_layers_give_the_tokens_of_one_row_at_a_time_
 
 
 @pytest.mark.parametrize(
-    "target", [recurrent_target, conv_target, mamba_target, latent_target],
-    ids=["gated delta", "short convolutions", "mamba2", "latent"],
+    "target", [recurrent_target, conv_target, mamba_target, parallel_target, latent_target],
+    ids=["gated delta", "short convolutions", "mamba2", "parallel", "latent"],
 )
 def test_rows_with_a_common_prefix_take_over_its_state(target: Callable[[str], Target]) -> None:
     rng = np.random.default_rng(5)

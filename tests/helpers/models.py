@@ -107,6 +107,8 @@ def needed(family: str, num_layers: int) -> dict[str, Any]:
         sizes = {"mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "head_dim": 16}
         experts = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
         return {"layers_block_type": kinds, **sizes, **experts, "time_step_min": 1e-30}
+    if family == "falcon_h1":
+        return {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_norm_before_gate": False}
     if family == "bamba":
         return {"attn_layer_indices": [*range(0, num_layers, 2)], "mamba_n_heads": 4, "mamba_d_state": 8}
     if family != "granitemoehybrid":

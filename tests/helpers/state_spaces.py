@@ -1,4 +1,4 @@
-"""A small target two of whose three layers are Mamba2 layers, and what may go wrong in them."""
+"""Small targets with Mamba2 layers, around one that attends or beside attention, and what may go wrong in them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from batchspec.kernels.short_conv.short_conv import ConvRows, short_conv
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mamba2 import block
 from batchspec.model.layers.mamba2.block import Mamba2Spec
+from batchspec.model.layers.parallel.block import ParallelSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from tests.helpers.engines import DEVICE, tiny_spec
@@ -40,6 +41,27 @@ def mamba_spec(window: int | None = None, **changes: Any) -> ModelSpec:
 @cache
 def mamba_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
     spec = mamba_spec(window)
+    return Target(spec, LoudNoise(spec, dtype=dtype, device=DEVICE), DEVICE)
+
+
+def parallel_spec(window: int | None = None, **changes: Any) -> ModelSpec:
+    """As `mamba_spec`, but each Mamba2 layer is beside attention, and all it computes has factors; the layers between have one
+    mixer. Mamba2 counts more than attention, so that a fault in its states changes tokens."""
+    plain = mamba_spec(window, **changes)
+    attention = replace(plain.layers[1].attention, norm=None, scale=0.3, out_scale=0.2)
+    layers = list(plain.layers)
+    for i, scales in ((0, (3.0, 2.0, 8.0, 6.0, 0.5)), (2, (1.0, 2.0, 6.0, 8.0, 1.5))):
+        mamba = layers[i].mixer
+        assert isinstance(mamba, Mamba2Spec)
+        mamba = replace(mamba, norm=None, out_norm=i == 2, scales=scales, out_scale=3.0)
+        both = ParallelSpec(hidden_size=plain.hidden_size, eps=plain.rms_eps, attention=attention, mamba=mamba)
+        layers[i] = LayerSpec(both, layers[i].mlps)
+    return replace(plain, layers=tuple(layers))
+
+
+@cache
+def parallel_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
+    spec = parallel_spec(window)
     return Target(spec, LoudNoise(spec, dtype=dtype, device=DEVICE), DEVICE)
 
 

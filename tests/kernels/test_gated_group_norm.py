@@ -28,6 +28,14 @@ def test_gate_and_norm_of_each_group(
     torch.testing.assert_close(found.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_without_a_weight_values_are_gated_alone(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    y, z = torch.randn(2, 7, 60, device=device).to(dtype)
+    wanted = y.double() * z.double() / (1 + (-z.double()).exp())
+    found = gated_group_norm(y, z, None, 3, EPS, interpret=interpret)
+    torch.testing.assert_close(found.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def test_wrong_shapes_and_dtypes_are_refused(device: torch.device) -> None:
     y, weight = torch.randn(3, 12, device=device), torch.ones(12, device=device)
     for own, z, scale, name in ((y, y[:2], weight, "z"), (y, y, weight.half(), "weight"), (y.T, y.T, weight, "y")):

@@ -368,7 +368,8 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("kimi_k2", {}, 'model_type="kimi_k2" is not supported: it needs multi-head latent attention (MLA), which is'),
         ("nemotron_h", {}, "hybrid_override_pattern: missing; a letter of M*-E for each layer is needed"),
         ("jamba", {}, 'model_type="jamba" is not supported: it needs Mamba layers of the first kind'),
-        ("falcon_h1", {}, 'model_type="falcon_h1" is not supported: it needs a class of its own, whose Mamba2 layers'),
+        ("zamba2", {}, 'model_type="zamba2" is not supported: it needs a class of its own, whose Mamba2 layers'),
+        ("mamba2", {}, 'model_type="mamba2" is not supported: it needs a plan of memory without K/V pages, because no layer'),
         ("muse_glimmer", {}, 'model_type="muse_glimmer" is not supported: it needs normed embeddings, norms of q and k without'),
     ],
 )

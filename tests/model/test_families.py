@@ -46,6 +46,7 @@ def test_the_table_has_a_line_of_each_family(capsys: Any) -> None:
         ("qwen3_next", ("bf16, FP8, INT4, NVFP4", "no window, no trees, mtp", "1, 2, 4, 8")),
         ("lfm2", ("bf16, FP8, INT4, NVFP4", "no trees", "1, 2, 4, 8")),
         ("nemotron_h", ("bf16, FP8, INT4, NVFP4", "no window, no trees, mtp", "1, 2, 4, 8")),
+        ("falcon_h1", ("bf16, FP8, INT4, NVFP4", "no window, no trees", "1")),
         ("phi3", ("bf16, FP8, INT4, NVFP4", "all", "1, 2")),
         ("glm4_moe", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
         ("glm4_moe_lite", ("bf16, FP8, INT4, NVFP4", "no trees, mtp", "1, 2, 4")),
@@ -81,6 +82,7 @@ NUMBERS = {
     "glm-4.5-air-fp8": 106.9, "glm-4.6-fp8": 352.8, "seed-oss-36b": 36.15, "smollm3-3b": 3.08, "granite3-8b": 8.17,
     "granite4-micro": 3.4, "exaone4-32b": 32.0, "glm-4.7-flash": 29.94, "lfm2-1.2b": 1.17, "lfm2-8b-a1b": 8.34,
     "granite4-h-micro": 3.19, "granite4-h-tiny": 6.94, "nemotron-nano-9b": 8.89, "bamba-9b": 9.78,
+    "falcon-h1-0.5b": 0.521,
     "nemotron3-nano-30b-a3b": 31.58, "nemotron3-super-120b-a12b": 120.67,
 }
 """Thousand millions of weights of the published models, without layers for images and MTP."""

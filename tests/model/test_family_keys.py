@@ -110,6 +110,12 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [0, 2], "mamba_n_heads": 2, "mamba_n_groups": 2, "mamba_d_state": 14, "mamba_d_conv": 3,
         "mamba_expand": 1, "mamba_conv_bias": False, "mamba_proj_bias": True, "mlp_bias": True,
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 40, "mamba_n_heads": 4, "mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 14, "mamba_d_conv": 3,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_bias": True, "embedding_multiplier": 2.5,
+        "lm_head_multiplier": 0.3, "key_multiplier": 0.7, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.375, 0.25, 0.4375, 0.5, 0.3125], "mlp_multipliers": [0.88, 0.58],
+    },
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0,
@@ -152,7 +158,7 @@ REFUSED: dict[str, set[str]] = {
     "layer_types": {
         "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4", "mixtral",
         "phi3", "seed_oss", "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", "bamba",
-        *RECURRENT_FAMILIES,
+        "falcon_h1", *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -165,7 +171,9 @@ REFUSED: dict[str, set[str]] = {
         "granitemoehybrid", "lfm2_moe", "nemotron_h",
     },
     "no n_group": {"glm4_moe", "glm4_moe_lite", "nemotron_h"},
-    "no mamba_n_heads": {"granitemoehybrid", "bamba"},
+    "no mamba_n_heads": {"granitemoehybrid", "bamba", "falcon_h1"},
+    "no mamba_d_ssm": {"falcon_h1"},
+    "no mamba_norm_before_gate": {"falcon_h1"},
     "no attn_layer_indices": {"bamba"},
     "no mamba_num_heads": {"nemotron_h"},
     "no n_groups": {"nemotron_h"},

@@ -57,7 +57,7 @@ from tests.helpers.padded_prefill import padded_passes
 from tests.helpers.recurrent import FAULTS, PREFIX_FAULTS, recurrent_target
 from tests.helpers.row_lengths import LENGTHS
 from tests.helpers.short_convs import CONV_FAULTS, conv_target
-from tests.helpers.state_spaces import MAMBA_FAULTS, mamba_target
+from tests.helpers.state_spaces import MAMBA_FAULTS, mamba_target, parallel_target
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
@@ -84,11 +84,12 @@ class Kind(NamedTuple):
 
 KINDS = {
     "gated delta": Kind(recurrent_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS),
-    "mamba2": Kind(mamba_target, MAMBA_FAULTS), "latent": Kind(lambda window: latent_target(), LATENT_FAULTS, (5, 16, 300)),
+    "mamba2": Kind(mamba_target, MAMBA_FAULTS), "parallel": Kind(parallel_target, MAMBA_FAULTS),
+    "latent": Kind(lambda window: latent_target(), LATENT_FAULTS, (5, 16, 300)),
     "latent in e4m3": Kind(lambda window: latent_target(fp8=True), E4M3_FAULTS, (5, 16, 300)),
 }
 LATENT = ("latent", "latent in e4m3")
-WITH_ROW_TENSORS = ("gated delta", "short convolution", "mamba2")
+WITH_ROW_TENSORS = ("gated delta", "short convolution", "mamba2", "parallel")
 DRAFTERS = [(kind, name) for kind, own in KINDS.items() for name in own.drafters]
 
 

@@ -1,4 +1,5 @@
-"""Nemotron-H and Granite 4 H, whose Mamba2 layers keep a state of a row: tensors, logits and keys of transformers."""
+"""Nemotron-H, Granite 4 H, Bamba and Falcon-H1, whose Mamba2 layers keep a state of a row: tensors, logits and keys of
+transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from batchspec.batch.flat_batch import Tokens
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.checkpoint.wrapped import plain_name
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.families.shapes import SHAPES, shape_spec
+from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.base import Shard
 from batchspec.model.layers.mamba2.block import PREFILL_SLOWDOWN, Mamba2Spec
@@ -48,7 +49,28 @@ BAMBA: dict[str, Any] = {
     "hidden_size": 56, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 11, "num_hidden_layers": 3,
     "intermediate_size": 44, "num_attention_heads": 2, "num_key_value_heads": 1,
 }
+FALCON: dict[str, Any] = {
+    "hidden_size": 56, "head_dim": 10, "intermediate_size": 44, "mamba_d_ssm": 60, "mamba_n_heads": 6, "mamba_d_head": 10,
+    "mamba_n_groups": 2, "mamba_d_state": 13, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.3, "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.375, 0.25, 0.4375, 0.5, 0.3125], "mlp_multipliers": [0.88, 0.58],
+}
+"""transformers keeps ssm_multipliers in fp32: these are exact there."""
+BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_h1": ("falcon_h1", FALCON),
+    "falcon_h1, a norm, no factors": (
+        "falcon_h1",
+        {key: own for key, own in FALCON.items() if "multiplier" not in key}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "falcon_h1, biases": (
+        "falcon_h1",
+        {
+            **FALCON, **dict.fromkeys(BIASES, True), "attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0,
+            "mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_n_heads": 8, "mamba_d_conv": 3, "mamba_conv_bias": False,
+        },
+    ),
     "experts": nemotron("ME*M", routed_scaling_factor=1.7),
     "narrow experts": nemotron("EM*E", routed_scaling_factor=1.7, moe_latent_size=20),
     "dense, the last layer attends": nemotron("M-M*"),
@@ -124,7 +146,7 @@ def test_dt_is_not_clamped_at_time_step_min(tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("name", ["experts", "granite"])
+@pytest.mark.parametrize("name", ["experts", "granite", "falcon_h1"])
 def test_logits_in_bf16_are_as_near_to_the_exact_ones_as_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
     folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, initializer_range=0.1, **config)
@@ -303,6 +325,42 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], named: st
     with pytest.raises(CheckpointError) as caught:
         read_spec({**NANO_9B, **changes}, "config.json")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_rms_norm=true with mamba_norm_before_gate=true"),
+        ({"attention_bias": True, "attention_in_multiplier": 2.0}, "attention_bias=true with attention_in_multiplier=2.0"),
+        ({"mamba_proj_bias": True, "projectors_bias": True}, "mamba_proj_bias=true with ssm_in_multiplier=1.25"),
+        ({"projectors_bias": True}, "projectors_bias=true with mamba_proj_bias=false"),
+        ({"mamba_use_mlp": False}, "mamba_use_mlp=false"),
+        ({"mamba_d_ssm": 1000}, "have mamba_d_ssm = 1000 values together; correct them"),
+        ({"time_step_limit": [0.001, 0.1]}, "time_step_limit=[0.001, 0.1]"),
+        ({"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers is [1.0, 1.0]; it must be a list of 5 numbers"),
+        ({"key_multiplier": 0.0}, "key_multiplier is 0.0; it must be a number"),
+        ({"sliding_window": 5}, "sliding_window=5 in a falcon_h1"),
+    ],
+)
+def test_what_is_not_built_of_falcon_h1_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_spec({**COMMON, **SHAPES["falcon-h1-0.5b"], **changes}, "config.json")
+    assert named in str(caught.value)
+
+
+def test_plan_says_that_attention_and_mamba2_beside_each_other_keep_what_both_keep() -> None:
+    spec = shape_spec("falcon-h1-0.5b")
+    run = spec.computing(torch.bfloat16, 16, draft_len=3)
+    (about,) = spec.about(run)
+    assert "36 of the layers keep " in about.model[0][1]
+    assert "of a row, however long, besides K and V" in about.model[0][1]
+    mixer = spec.layers[0].mixer
+    assert mixer is not None
+    pages, state = (part.kept(run) for part in mixer.parts)
+    kept, work = mixer.kept(run), mixer.round_work(run, 1000.0, 4.0)
+    assert (kept.pages, kept.row, kept.lags, kept.chunk) == (pages.pages, state.row, True, 64)
+    assert work.page_bytes == 1000 * 2 * 2 * 64 * 2
+    assert work.state_bytes == 4 * 1536 * 128
 
 
 @pytest.mark.parametrize("limit", [None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]])

@@ -258,6 +258,18 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
         "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
     },
+    "falcon-h1-0.5b": {
+        "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "hidden_size": 1024, "intermediate_size": 2048,
+        "num_hidden_layers": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32784,
+        "max_position_embeddings": 16384, "rope_theta": 1e11, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64,
+        "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+        "mamba_proj_bias": False, "projectors_bias": False, "mamba_rms_norm": False, "mamba_norm_before_gate": False,
+        "mamba_use_mlp": True, "embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625,
+        "key_multiplier": 0.39062499999999994, "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375,
+        "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    },
     "nemotron-nano-9b": _NEMOTRON_H | {
         "hidden_size": 4480, "intermediate_size": 15680, "num_hidden_layers": 56, "num_attention_heads": 40,
         "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_key_value_heads": 8,

@@ -53,16 +53,21 @@ def _scaled(config: ConfigReader, mlp: GatedMlpSpec, *, rotated: bool = True) ->
     return dense_layers(attentions, replace(mlp, out_scale=factor))
 
 
-def read_mamba(config: ConfigReader, *, out_scale: float | None = None) -> Mamba2Spec:
-    """The Mamba2 layer of Granite, and of Bamba, which has no factor of its output."""
+def read_mamba(config: ConfigReader, *, inner: int | None = None, out_scale: float | None = None) -> Mamba2Spec:
+    """The Mamba2 layer of Granite, of Bamba, which has no factor of its output, and of Falcon-H1.
+
+    inner  number of values of all heads; None: mamba_expand * hidden_size
+    """
     hidden_size, heads, groups = (config.integer(key) for key in ("hidden_size", "mamba_n_heads", "mamba_n_groups"))
-    inner, auto = config.integer("mamba_expand") * hidden_size, config.replaced(mamba_d_head=None)
+    what = "mamba_expand * hidden_size" if inner is None else "mamba_d_ssm"
+    inner = config.integer("mamba_expand") * hidden_size if inner is None else inner
+    auto = config.replaced(mamba_d_head=None)
     given = config.given("mamba_d_head") and config.differs("mamba_d_head", "auto")
     head_dim = (config if given else auto).integer("mamba_d_head", max(1, inner // heads))
     if heads % groups or heads * head_dim != inner:
         raise config.refusal(
             f"mamba_n_heads {heads}, mamba_d_head {head_dim}, mamba_n_groups {groups}: heads must be a multiple of groups, and "
-            f"have mamba_expand * hidden_size = {inner} values together; correct them"
+            f"have {what} = {inner} values together; correct them"
         )
     return Mamba2Spec(
         hidden_size=hidden_size, eps=config.number("rms_norm_eps"), num_heads=heads, head_dim=head_dim, num_groups=groups,

@@ -11,6 +11,7 @@ from batchspec.model.families.bamba import BAMBA
 from batchspec.model.families.base import Family
 from batchspec.model.families.deepseek_v3 import DEEPSEEK_V3
 from batchspec.model.families.exaone4 import EXAONE4
+from batchspec.model.families.falcon_h1 import FALCON_H1
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from batchspec.model.families.glm4 import GLM4
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Family] = {
         LFM2_MOE,
         NEMOTRON_H,
         BAMBA,
+        FALCON_H1,
     )
 }
 
@@ -86,7 +88,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "sparse attention over latents (an indexer that chooses keys)": ("deepseek_v32", "glm_moe_dsa"),
     "compressed sparse attention": ("deepseek_v4",),
     "Mamba layers of the first kind": ("mamba", "falcon_mamba", "jamba", "zamba"),
-    "a class of its own, whose Mamba2 layers alone are built": ("mamba2", "falcon_h1", "zamba2", "nemotron_h_omni"),
+    "a class of its own, whose Mamba2 layers alone are built": ("zamba2", "nemotron_h_omni"),
+    "a plan of memory without K/V pages, because no layer attends": ("mamba2",),
     "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "attention in chunks": ("llama4", "llama4_text"),
     "one gate per attention head": ("lfm3",),

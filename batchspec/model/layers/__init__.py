@@ -5,13 +5,14 @@ kind.py              what the rest of batchspec may know of a mixer: what it kee
 passes.py            a pass: its batch, and what mixers prepare once for several layers
 base.py, forward.py  what every block says of itself, and what a block computes with
 layer.py             a layer, of one block or more; layer_inputs.py: inputs of layers besides the stream
-scaled.py            a factor of what a block adds
+scaled.py            factors of what products compute
 
 Mixers:
 attention/           softmax attention over pages of K and V
 gated_delta/         the gated delta rule, which keeps a state of a row
 latent/              latent attention, which keeps one vector per token
 mamba2/              Mamba2, a state space, which keeps a state of a row
+parallel/            attention and Mamba2 beside each other
 short_conv/          short convolutions, which keep the newest inputs of a row
 MLPs:
 mlp/                 dense, and experts; with a gate or, with relu^2, without one

@@ -87,9 +87,10 @@ class Inputs(NamedTuple):
 
 
 def row_lines(kept: Sequence[LayerState]) -> str:
-    """Text of `About.model` for layers that keep row tensors and no pages."""
+    """Text of `About.model` for layers that keep row tensors."""
+    what = ", and no K or V" if all(own.pages is None for own in kept) else ", besides K and V"
     return (
-        f"{len(kept)} of the layers keep {bytes_text(sum(own.row_bytes for own in kept))} of a row, however long, and no K or V; "
+        f"{len(kept)} of the layers keep {bytes_text(sum(own.row_bytes for own in kept))} of a row, however long{what}; "
         "rows with a common prefix begin with a copy of what they keep at its end"
     )
 
@@ -140,6 +141,11 @@ class MixerSpec(BlockSpec, Protocol):
     `spare` and `tables` is that it has none."""
 
     __slots__ = ()
+
+    @property
+    def parts(self) -> tuple[MixerSpec, ...]:
+        """The mixers that it computes beside each other; by default itself alone."""
+        return (self,)
 
     def kept(self, run: Computing) -> LayerState:
         """What it keeps of a row."""

@@ -326,14 +326,21 @@ class Attention:
 
     def finish(self, begun: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """Continue from the result of `begin`, of the stream's tokens, to the end of the block. add_in_product: see `Block`."""
+        if self._post_norm is None:
+            stream.add_product(self._out, self._attended(begun, attend), attend.lora, in_product=add_in_product)
+        else:
+            stream.add(rms_norm(stream.reduced(self.output(begun, attend)), self._post_norm, self.spec.eps))
+
+    def output(self, begun: Tensor, attend: Attend) -> Tensor:
+        """[T, H] the output of the last product, of this rank, from the result of `begin`."""
+        out: Tensor = self._out(self._attended(begun, attend), attend.lora)
+        return out
+
+    def _attended(self, begun: Tensor, attend: Attend) -> Tensor:
+        """[T, NH * D]"""
         q, *gate = begun.chunk(2, 1) if self.spec.gated else (begun,)
         attended = attend(q, self._scale, self._sinks)
-        if gate:
-            attended = sigmoid_gated(attended.view(gate[0].shape), gate[0]).flatten(1)
-        if self._post_norm is None:
-            stream.add_product(self._out, attended, attend.lora, in_product=add_in_product)
-        else:
-            stream.add(rms_norm(stream.reduced(self._out(attended, attend.lora)), self._post_norm, self.spec.eps))
+        return sigmoid_gated(attended.view(gate[0].shape), gate[0]).flatten(1) if gate else attended
 
     def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
         gate = None

@@ -22,7 +22,8 @@ class Layered(Protocol):
 
 def attentions_of(spec: Layered) -> dict[int, AttentionSpec]:
     """The attention of each layer that has one, by the layer's index."""
-    return {i: layer.mixer for i, layer in enumerate(spec.layers) if isinstance(layer.mixer, AttentionSpec)}
+    mixers = [(i, layer.mixer) for i, layer in enumerate(spec.layers) if layer.mixer is not None]
+    return {i: part for i, mixer in mixers for part in mixer.parts if isinstance(part, AttentionSpec)}
 
 
 def keepers_of(spec: Layered) -> dict[int, AttentionSpec]:

@@ -3,7 +3,7 @@
     z, xbc, dt = in_proj(norm(stream))       z [NH D]; x [NH D], B and C [G N] each; dt [NH]
     x, B, C = silu(conv(xbc))                depthwise, causal, W taps, C = NH D + 2 G N channels: `kernels/short_conv`
     y = recurrence(x, B, C, dt)              `kernels/mamba2`
-    stream += out_proj(norm(y * silu(z)))    the norm over each group's channels
+    stream += out_proj(norm(y * silu(z)))    the norm over each group's channels; some models have none
 
 Of several ranks each has some of the groups with their heads, but computes dt of all heads: its rows are too few for blocks that
 share a scale to be divided, and take no time.
@@ -45,7 +45,7 @@ from batchspec.model.layers.base import (
 from batchspec.model.layers.forward import BlockSource, Selected, SelectedTokens, Stream
 from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work, about_states, refused_by_recurrence
 from batchspec.model.layers.passes import Pass
-from batchspec.model.layers.scaled import scaled_product
+from batchspec.model.layers.scaled import column_scaled_product, scaled_product
 from batchspec.model.layers.short_conv.block import rows_of
 
 PROMPT_CHUNK: int = CHUNK.value
@@ -83,6 +83,10 @@ class Mamba2Spec(NormedSpec, MixerSpec):
     bias: bool = False
     """Of both projections."""
     conv_bias: bool = True
+    out_norm: bool = True
+    """Whether y * silu(z) is normed."""
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
+    """Factors of z, x, B, C and dt, as in_proj computes them."""
     all_heads: int | None = None
     """Number of heads of all ranks, whose dt it computes; None: NH"""
     first_head: int = 0
@@ -133,7 +137,8 @@ class Mamba2Spec(NormedSpec, MixerSpec):
             TensorSpec(f"{self.name}.{name}", (self.num_heads,), role, wide=True, between=between)
             for name, role, between in _OF_HEADS
         )
-        return *self.stream_norms, taps, *bias, *heads, PLAIN_NORM.tensor(f"{self.name}.norm", self.inner_size)
+        norm = (PLAIN_NORM.tensor(f"{self.name}.norm", self.inner_size),) if self.out_norm else ()
+        return *self.stream_norms, taps, *bias, *heads, *norm
 
     @property
     def activation_size(self) -> int:
@@ -141,7 +146,8 @@ class Mamba2Spec(NormedSpec, MixerSpec):
         return self.into.rows + self.channels + 2 * self.inner_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
+        fused = self.norms_in_kernel and {*self.scales} == {1.0}
+        into = ("linear", "norm_linear") if fused else ("linear",)
         return Gemm(product=self.into, ops=into), self.gemm_of_output(self.out)
 
     def _state(self, run: Computing) -> RowTensor:
@@ -204,7 +210,7 @@ class Mamba2Spec(NormedSpec, MixerSpec):
         places = conv_inputs.shape[1]
         assert batch.commits or batch.max_q + self.conv_width - 1 <= places, (batch.max_q, self.conv_width, conv_inputs.shape)
         own = SsmState(state=state, inputs=inputs, steps=steps, folded=kept.num_folded)
-        rows = pass_.once(kept.key, lambda: rows_of(batch))
+        rows = pass_.once(("rows", kept.key), lambda: rows_of(batch))
         store = SsmStore(conv_inputs=conv_inputs, state=own, rows=rows, tokens=batch.tokens, lora=pass_.lora)
         return Inputs(store, SelectedTokens(pass_.lora))
 
@@ -229,15 +235,18 @@ class Mamba2:
 
     def __init__(self, spec: Mamba2Spec, source: BlockSource) -> None:
         self._spec = spec
-        self._norm = source.vector(f"{spec.norm}.weight")
-        self._into = source.product(spec.into)
-        self._taps = source.vector(f"{spec.name}.conv1d.weight").flatten(1)
+        self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")
+        of_groups = spec.num_groups * spec.state_size
+        sizes = spec.inner_size, spec.inner_size, of_groups, of_groups, spec.num_steps
+        into, like = source.product(spec.into), source.vector(f"{spec.name}.conv1d.weight")
+        self._into = column_scaled_product(into, list(zip(sizes, spec.scales, strict=True)), like)
+        self._taps = like.flatten(1)
         self._conv_bias = source.vector(f"{spec.name}.conv1d.bias") if spec.conv_bias else None
         self._weights = SsmWeights(
             a_log=source.vector(f"{spec.name}.A_log"), dt_bias=source.vector(f"{spec.name}.dt_bias"),
             d=source.vector(f"{spec.name}.D"),
         )
-        self._out_norm = source.vector(f"{spec.name}.norm.weight")
+        self._out_norm = source.vector(f"{spec.name}.norm.weight") if spec.out_norm else None
         self._out = scaled_product(source.product(spec.out), spec.out_scale)
 
     def norms_in_product(self, stream: Stream) -> bool:
@@ -245,8 +254,15 @@ class Mamba2:
 
     def begin(self, stream: Stream, store: SsmStore, out_aux: Tensor | None = None) -> Tensor:
         """[T, NH D] the gated and normed outputs of the recurrence; the states of the rows are written."""
+        return self._mixed(stream.project(self._norm, self._spec.eps, self._into, store.lora, out_aux=out_aux), store)
+
+    def values_of(self, normed: Tensor, store: SsmStore) -> Tensor:
+        """The same for an input [T, H] that the caller has normed."""
+        return self._mixed(self._into(normed, store.lora), store)
+
+    def _mixed(self, made: Tensor, store: SsmStore) -> Tensor:
+        """made: the output of the first product"""
         spec = self._spec
-        made = stream.project(self._norm, spec.eps, self._into, store.lora, out_aux=out_aux)
         z, xbc, dt = made.split((spec.inner_size, spec.channels, spec.num_steps), 1)
         dt = dt.narrow(1, spec.first_head, spec.num_heads)
         xbc = short_conv(xbc, self._taps, self._conv_bias, store.conv_inputs, store.rows, gated=False)
@@ -256,6 +272,11 @@ class Mamba2:
         else:
             scan_steps(xbc, dt, self._weights, store.state, store.rows, out, commits=store.tokens != "drafts")
         return gated_group_norm(out, z, self._out_norm, spec.num_groups, spec.eps)
+
+    def output(self, begun: Tensor, lora: LoraTokens | None) -> Tensor:
+        """[T, H] the output of the last product, of this rank, from the result of `begin`."""
+        out: Tensor = self._out(begun, lora)
+        return out
 
     def finish(self, begun: Tensor, stream: Stream, attend: Selected, *, add_in_product: bool) -> None:
         stream.add_product(self._out, begun, attend.lora, in_product=add_in_product)

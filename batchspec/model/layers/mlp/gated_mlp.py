@@ -24,7 +24,7 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import BlockSource, Stream
-from batchspec.model.layers.scaled import scaled_product
+from batchspec.model.layers.scaled import column_scaled_product, scaled_product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class GatedMlpSpec(NormedSpec):
     bias: bool = False
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     """relu2: there is no gate."""
+    gate_scale: float = 1.0
+    """Factor of gate(x)."""
     parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of gate, up and down; without a gate of up and down. Or of gate-up, which the file holds as one projection, the
     gate's rows first, and of down."""
@@ -71,7 +73,9 @@ class GatedMlpSpec(NormedSpec):
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         gated: tuple[str, ...] = ("linear", "swiglu") if self.activation == "silu" else ("linear",)
-        if self.norms_in_kernel:
+        if self.gate_scale != 1:
+            gated = ("linear",)
+        elif self.norms_in_kernel:
             gated += ("norm_swiglu" if self.activation == "silu" else "norm_linear",)
         return Gemm(product=self.gate_up, ops=gated), self.gemm_of_output(self.down)
 
@@ -100,6 +104,7 @@ class GatedProducts:
 
     def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
         assert spec.activation != "gelu_tanh"
+        assert spec.gate_scale == 1
         self._has_gate = spec.has_gate
         self._gate_up, self._down = source.product(spec.gate_up), scaled_product(source.product(spec.down), spec.out_scale)
 
@@ -126,6 +131,11 @@ class GatedMlp:
         self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
         self._out_factor = None if spec.out_factor is None else source.vector(spec.out_factor)
         self._gate_up = source.product(spec.gate_up)
+        if spec.gate_scale != 1:
+            assert self._norm is not None
+            assert spec.has_gate
+            sizes = (spec.inner_size, spec.gate_scale), (spec.inner_size, 1.0)
+            self._gate_up = column_scaled_product(self._gate_up, sizes, self._norm)
         self._down = scaled_product(source.product(spec.down), spec.out_scale)
 
     def pass_sizes(self, most: int) -> Sequence[int]:
