@@ -24,8 +24,8 @@ from tests.gpu_jobs.workers import hunt
 
 pytestmark = pytest.mark.second
 
-USUAL = [group * GROUP + case for group in (0, 1, 3, 4, 5, 7, 27, 28, 32, 39) for case in range(2)]
-"""Two cases of each of ten models that are quickly made."""
+USUAL = [group * GROUP + case for group in (0, 1, 3, 4, 5, 7, 27, 28, 32, 39, 56, 57) for case in range(2)]
+"""Two cases of each of twelve models that are quickly made."""
 
 
 def asked() -> list[int]:

@@ -4,7 +4,7 @@ drafts, preemption and shared pages: on a GPU in bf16 with decode.deterministic 
     python -m tests.gpu_jobs 0 200 --seconds 400
 
 models.py         the models, heads and adapters, made once in a folder
-rows.py           random rows: prompts, limits, sampling, stops, constraints, adapters
+rows.py           random rows: prompts, images, limits, sampling, stops, constraints, adapters
 cases.py          number of a case -> its group (model, rows, keys of decoding) and its own keys (drafter, slots, pages)
 plain.py          the reference run of a group
 entry_points.py   runs a case through an entry point: warm engine, job in this process, `generate`, or commands

@@ -38,6 +38,7 @@ class Setting:
 
 
 _CONVERTED = (("model.activations", "dtype"),)
+_AT_LOAD = (("model.quantize", "fp8"),)
 ON_GPU = (
     Setting(model="smol"),
     Setting(model="gpt_oss"),
@@ -95,6 +96,15 @@ ON_GPU = (
     Setting(model="nemotron_h", dtype="float64", fp8_kv=True),
     Setting(model="glm4_moe_lite"),
     Setting(model="glm4_moe_lite", dtype="float64"),
+    Setting(model="falcon_h1"),
+    Setting(model="int4_gptq"),
+    Setting(model="smol", keys=_AT_LOAD),
+    Setting(model="falcon_h1", dtype="float64", fp8_kv=True),
+    Setting(model="qwen3_5_images", dtype="float64"),
+    Setting(model="int4_awq", dtype="float64", fp8_kv=True),
+    Setting(model="qwen3_moe", keys=_AT_LOAD),
+    Setting(model="qwen3_vl", dtype="float64"),
+    Setting(model="int4_packed"),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -133,6 +143,13 @@ ON_CPU = (
     Setting(model="lfm2_moe", dtype="float64", fp8_kv=True),
     Setting(model="nemotron_h", dtype="float64"),
     Setting(model="glm4_moe_lite", dtype="float64"),
+    Setting(model="falcon_h1", dtype="float64", fp8_kv=True),
+    Setting(model="qwen3_vl", dtype="float64"),
+    Setting(model="int4_gptq", dtype="float64"),
+    Setting(model="llama", dtype="float64", keys=_AT_LOAD),
+    Setting(model="qwen3_5_images", dtype="float64"),
+    Setting(model="int4_awq", dtype="float64", fp8_kv=True),
+    Setting(model="int4_packed", dtype="float64"),
 )
 
 
@@ -186,7 +203,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
         max_len, longest, cap, count = (
             (2400, 2200, 12, 6) if is_long else (260, 150, rng.choice([20, 100]), rng.choice([6, 12, 20]))
         )
-    kind = rng.choice(["prompt", "prompt", "messages", "messages", "prompt_ids"])
+    kind = "messages" if model.reads_images else rng.choice(["prompt", "prompt", "messages", "messages", "prompt_ids"])
     think = rng.random() < 0.25
     rows = draw_rows(
         rng, model, kind=kind, count=count, cap=cap, longest=longest, think=think,
@@ -220,7 +237,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
         keys |= {"decode.thinking_token_budget": rng.choice([3, 12])} if rng.random() < 0.5 else {}
         if rng.random() < 0.5 and ("decode.thinking_token_budget" in keys or "thinking_token_budget" in filled):
             keys["decode.thinking_closing"] = " So."
-    named = {name: name for name in ("schema", "regex", "choice", "grammar") if name in filled}
+    named = {name: name for name in ("schema", "regex", "choice", "grammar", "images") if name in filled}
     if named:
         keys["input.columns"] = named
     plain = {"draft": "none", "packing.max_num_seqs": 16 if count > 70 else rng.choice([1, 1, 2, 5]), **_memory(gpu)}
@@ -298,7 +315,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if name == "parallel" and not is_dummy:
         keys["draft.path"] = model.parallel_head
     if name == "block" and not is_dummy:
-        keys["draft.path"] = model.block_head
+        keys["draft.path"] = rng.choice(model.block_heads)
     if name == "mtp" and model.assistant is not None:
         keys["draft.path"] = model.assistant
     if name == "pard":

@@ -95,7 +95,8 @@ def _engine(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
     engine = with_pages({**group.keys, **case.runs[0]}, batchspec.Engine)
     with engine:
         for number in range(rng.choice([1, 2, 2, 3])):
-            ways = ["generate"] * 6 + ["stream", "left", "other"] + ["converse"] * (group.kind == "messages")
+            ways = ["generate"] * 6 + ["stream", "left", "other"]
+            ways += ["converse"] * (group.kind == "messages" and not group.model.reads_images)
             way = rng.choice(ways)
             part = rng.sample(group.rows, rng.randint(-(-len(group.rows) // 3), len(group.rows)))
             found = _CALLS[way](engine, part, plain, rng, outcome)
@@ -131,7 +132,7 @@ def _call_left(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Ran
 def _call_other(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Random, outcome: Outcome) -> list[str]:
     """Other weights and back."""
     group = plain.group
-    if group.setting.model == "dummy":
+    if group.setting.model == "dummy" or group.model.reads_images:  # load_weights is refused
         return _call_generate(engine, part, plain, rng, outcome)
     wanted = _wanted(plain.rows_of_other, part)
     engine.load_weights(group.model.other)

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from batchspec.checkpoint.packaged import smollm2_folder
 from batchspec.model.layers.kind import Use
 from batchspec.model.spec import load_spec
 from tests.heads import upcycle
+from tests.helpers import int4_layouts
 from tests.helpers.assistants import make_assistant
 from tests.helpers.block_heads import BlockDesign, random_block, write_block
 from tests.helpers.heads import random_tensors, tiny_design, write_head
+from tests.helpers.image_models import make_image_model
 from tests.helpers.models import make_checkpoint, make_tokenizer, needed
 from tests.model.test_lora import make_adapter
 
@@ -114,7 +116,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 40, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
             "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
-            "moe_intermediate_size": 64, "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
+            "moe_intermediate_size": 64, "routed_scaling_factor": 1.5, "num_hidden_layers": 3, "num_nextn_predict_layers": 1,
         },
     ),
     "qwen3_5": ("qwen3_5_text", {**_RECURRENT, "num_hidden_layers": 5}),
@@ -140,17 +142,33 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 64, "num_dense_layers": 1,
         },
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
+            "mamba_norm_before_gate": False, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7,
+            "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_multipliers": [1.5, 0.75, 2.0, 1.25, 0.5],
+            "mlp_multipliers": [1.2, 0.6],
+        },
+    ),
     "nemotron_h": (
         "nemotron_h",
         {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", *["linear_attention", "moe"] * 2][:7],
             "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 8,
             "num_experts_per_tok": 3, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 48,
-            "head_dim": 16, "time_step_min": 1e-30,
+            "head_dim": 16, "time_step_min": 1e-30, "num_nextn_predict_layers": 1,
         },
     ),
 }
-"""Tiny random models: family and keys of config.json."""
+"""Tiny random models: family and keys of config.json. Where batchspec reads an MTP layer of the family, it gets one."""
+INT4 = {
+    "int4_gptq": int4_layouts.of_gptq(64, sym=False), "int4_awq": int4_layouts.of_awq(32),
+    "int4_packed": int4_layouts.of_compressed_tensors(64, symmetric=False),
+}
+"""Tiny Llamas with weights of four bits and zero points."""
+IMAGES = ("qwen3_vl", "qwen3_5_images")
+"""Tiny models that read images."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.heads.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
 ADAPTED = (
@@ -168,13 +186,14 @@ USES: dict[str, Use] = {"window": "self_draft", "tree": "tree"}
 @dataclass(frozen=True, kw_only=True)
 class Model:
     name: str
-    """A key of TINY, `dummy`, `smol`, or `smol:FORMAT` or `tiny:FORMAT`."""
+    """A key of TINY or INT4, one of IMAGES, `dummy`, `smol`, or `smol:FORMAT` or `tiny:FORMAT`."""
     folder: Path
     other: Path
     """The same shape, other weights."""
     head: str
     parallel_head: str
-    block_head: str
+    block_heads: tuple[str, ...]
+    """A DSpark head, whose first query drafts, and a DFlash head, whose first one does not."""
     small: str
     """A model with the same tokenizer (draft=pard)."""
     adapters: tuple[str, ...]
@@ -185,6 +204,10 @@ class Model:
     refused: tuple[str, ...]
     """Drafters that it refuses."""
     has_mtp: bool
+
+    @property
+    def reads_images(self) -> bool:
+        return self.name in IMAGES
 
 
 def make_model(name: str, folder: Path) -> Model:
@@ -197,10 +220,15 @@ def make_model(name: str, folder: Path) -> Model:
         source = name.partition(":")[0]
         made = _once(folder, f"{source}-formats", lambda to: _formats(base, to))
         own = made / name.partition(":")[2]
+    if name in INT4:
+        base, own = base / "plain", base / "int4"
     key = name.replace(":", "-")
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
     head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
-    block = _once(folder, f"{_plain(name)}-block", lambda to: _block(base, to))
+    blocks = [
+        str(_once(folder, f"{_plain(name)}-{form}", partial(_block, base, dspark=form == "dspark")))
+        for form in ("dspark", "dflash")
+    ]
     spec = load_spec(base)
     small = base if spec.refuses("drafter") is None else _once(folder, "llama", lambda to: _tiny("llama", to))
     adapters: list[str] = []
@@ -211,7 +239,7 @@ def make_model(name: str, folder: Path) -> Model:
         assistant = str(_once(folder, f"{key}-assistant", lambda to: make_assistant(to, own, text={"hidden_size": 48})))
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
-        parallel_head=str(parallel), block_head=str(block), small=str(small), adapters=tuple(adapters), assistant=assistant,
+        parallel_head=str(parallel), block_heads=tuple(blocks), small=str(small), adapters=tuple(adapters), assistant=assistant,
         vocab=spec.vocab_size, is_smol=is_smol, has_mtp=spec.mtp is not None,
         refused=tuple(drafter for drafter, use in USES.items() if spec.refuses(use) is not None),
     )
@@ -243,6 +271,14 @@ def _formats(base: Path, folder: Path) -> None:
 
 
 def _tiny(name: str, folder: Path) -> None:
+    if name in IMAGES:
+        kind, has_mtp = name.removesuffix("_images"), name == "qwen3_5_images"
+        make_image_model(folder, kind, dtype=torch.float64, mtp=has_mtp, max_len=MAX_LEN)
+        return
+    if name in INT4:
+        for made in int4_layouts.make(folder, INT4[name], dtype=torch.float64, **{**_SHAPE, "num_hidden_layers": 3}):
+            make_tokenizer(made)
+        return
     family, keys = TINY[name]
     make_tokenizer(make_checkpoint(folder, family, dtype=torch.float64, **{**_SHAPE, **keys}))
     if (mtp := load_spec(folder).mtp) is not None:
@@ -264,13 +300,16 @@ def _head(model: Path, folder: Path, *, parallel: bool) -> None:
     write_head(folder, design, random_tensors(design))
 
 
-def _block(model: Path, folder: Path) -> None:
-    """A random DSpark head with one causal window."""
+def _block(model: Path, folder: Path, *, dspark: bool) -> None:
+    """A random DSpark head with one causal window, or a DFlash head in z-lab's layout with the target's words."""
     spec = load_spec(model)
     design = BlockDesign(
         hidden=spec.hidden_size, vocab=spec.vocab_size, taps=(0, 1), mask_id=spec.vocab_size - 1, block=16, draft_vocab=64,
         rank=8, confidence="markov", kv_heads=2, head_dim=32, inner=64, windows=(40, None),
     )
+    if not dspark:
+        own: dict[str, Any] = {"draft_vocab": None, "rank": 0, "confidence": "", "windows": (None, None), "layout": "z-lab"}
+        design = replace(design, from_anchor=False, own_embedding=True, **own)
     write_block(folder, design, random_block(design))
 
 

@@ -25,6 +25,7 @@ TYPES: dict[str, pl.DataType] = {
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), pl.Float64()
     ),
+    "images": pl.List(pl.Binary()),
     **dict.fromkeys(("logit_bias", "no_repeat_ngram", "schema", "regex", "grammar", "response_format", "adapter"), _TEXT),
 }
 

@@ -1,4 +1,4 @@
-"""The rows of a random job: prompts, limits, sampling, stop strings, constraints, adapters."""
+"""The rows of a random job: prompts, images, limits, sampling, stop strings, constraints, adapters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import polars as pl
 
 import batchspec
 from tests.gpu_jobs.models import Model
+from tests.helpers.image_models import picture
 from tests.structured.test_grammar_jobs import SUMS, TREE, VALUES
 
 Row = dict[str, Any]
@@ -91,8 +92,28 @@ def draw_rows(
         rows.append({"id": f"r{index}", "prompt": prompt, **_asks(rng, model, share, cap=cap, think=think, adapters=adapters)})
     for row in rows:
         prompt = row.pop("prompt")
+        if model.reads_images:
+            row["images"] = rng.choices(pictures(), k=rng.choice([0, 1, 1, 2, 3])) or None
+            prompt = _with_marks(rng, prompt, len(row["images"] or ()))
         row[kind] = [{"role": "user", "content": prompt}] if kind == "messages" else prompt
     return rows
+
+
+@cache
+def pictures() -> list[bytes]:
+    """Few, so that rows have some in common."""
+    return [picture(height, width, seed) for seed, (height, width) in enumerate(((9, 8), (30, 50), (60, 20), (50, 70)))]
+
+
+def _with_marks(rng: Random, prompt: str, count: int) -> str:
+    """The prompt with as many images anywhere in it, often at its beginning."""
+    for _ in range(count):
+        at = rng.choice([0, rng.randint(0, len(prompt))])
+        at = len(prompt) if prompt.startswith("<image>") and rng.random() < 0.3 else at
+        while at and not (prompt[:at].endswith((" ", "<image>")) or at == len(prompt)):
+            at -= 1  # never inside of another mark
+        prompt = f"{prompt[:at]}<image>{prompt[at:]}"
+    return prompt
 
 
 def _length(rng: Random, longest: int) -> int:

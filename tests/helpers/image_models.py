@@ -85,14 +85,15 @@ SHAPES["qwen3_5_moe"] = SHAPES["qwen3_5"] | {
 
 
 def make_image_model(
-    folder: Path, kind: str = "qwen3_5", *, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False
+    folder: Path, kind: str = "qwen3_5", *, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False,
+    max_len: int = 1024,
 ) -> Path:
     """A random model of this kind with its tokenizer, chat template and preprocessor_config.json. mtp: with an MTP layer."""
     vision: dict[str, Any] = {
         "hidden_size": 24, "intermediate_size": 40, "initializer_range": 0.2, "patch_size": 4, **VISION[kind],
         **({} if kind == "mistral3" else {"depth": 3, "num_heads": 2, "out_hidden_size": 64}),
     }
-    text = {**SHAPES[kind], "max_position_embeddings": 1024, **(SAYS_MTP if mtp else {})}
+    text = {**SHAPES[kind], "max_position_embeddings": max_len, **(SAYS_MTP if mtp else {})}
     ids: dict[str, Any] = {"image_token_id": PAD, "video_token_id": 303, "vision_start_token_id": 300, "vision_end_token_id": 302}
     if kind == "mistral3":
         ids = {"image_token_index": PAD, "multimodal_projector_bias": True}
