@@ -171,12 +171,12 @@ def attention_shape(
 
 def latent_attention_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, latent_dim: int, page_size: int, dtype: torch.dtype,
-    device: torch.device, window: int | None, sink: int,
+    fp8: bool, device: torch.device, window: int | None, sink: int,
 ) -> WorkShape:
     """The same for latent attention in the absorbed form."""
     return latent_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, latent_dim=latent_dim, page_size=page_size,
-        dtype=dtype, card=card_of(device), window=window or 0, sink=sink,
+        dtype=dtype, fp8=fp8, card=card_of(device), window=window or 0, sink=sink,
     )
 
 

@@ -28,10 +28,9 @@ MODELS = {
 }
 """Heads, R, P."""
 SETTINGS = (
-    (64, Config(32, 8, 4, 1)), (64, Config(32, 8, 3, 1)), (64, Config(64, 8, 2, 1)), (64, Config(64, 8, 3, 1)),
-    (64, Config(32, 16, 4, 1)), (64, Config(64, 16, 2, 1)), (64, Config(64, 4, 3, 1)), (32, Config(32, 8, 5, 1)),
-    (32, Config(32, 8, 3, 1)), (32, Config(32, 4, 2, 2)), (32, Config(64, 8, 2, 1)), (16, Config(32, 4, 4, 1)),
-    (16, Config(32, 4, 2, 2)), (16, Config(64, 8, 2, 1)),
+    (64, Config(64, 8, 2, 1)), (64, Config(64, 8, 4, 1)), (64, Config(32, 8, 4, 1)), (64, Config(64, 16, 2, 1)),
+    (32, Config(64, 4, 2, 1)), (32, Config(64, 8, 2, 1)), (32, Config(64, 4, 4, 1)), (32, Config(64, 4, 2, 2)),
+    (16, Config(64, 4, 2, 1)), (16, Config(64, 4, 4, 1)), (16, Config(64, 4, 2, 2)),
 )
 """Tile of (query, head) pairs and the setting of its launch. Those that the card cannot launch are told."""
 
@@ -74,7 +73,7 @@ def latents_case(model: str, rows: int, keys: int, queries: int) -> Case:
             for tile, own in SETTINGS
         }
         found |= {f"programs x{times}": calls(replace(shape, programs=shape.programs * times)) for times in (2, 3)}
-        return found | {f"chunk {chunk}": calls(replace(shape, chunk=chunk)) for chunk in (512, 2048)}
+        return found | {f"chunk {chunk}": calls(replace(shape, chunk=chunk)) for chunk in (1024, 2048)}
 
     pairs = rows * keys * queries * heads
     return Case(

@@ -4,12 +4,13 @@
     out[t, h] = sum over k of softmax(s)[k] * c[k]                        and the sink
 
 A page holds c, of R numbers, and r, of P numbers, of each token. All heads have the same keys, and values are the latents again:
-a block of c is read once, for both products. The (query, head) pairs of a row are the lines of tiles, of 64 where tensor cores
-take as many at once (Hopper): 20 heads cost the same with 1 to 3 queries. The work list is that of verify attention
-with one K/V head (`attention/split_kv_schedule.py`), as are partial results and their merge.
+a block of c is read once, for both products. The (query, head) pairs of a row are the lines of tiles: of 64 on Hopper, or of 16
+or 32 if a row has no more (`latent_step.py`). The work list is that of verify attention with one K/V head
+(`attention/split_kv_schedule.py`), as are partial results and their merge.
 Bytes: K (R + P) itemsize a row. Operations: 2 L (2 R + P) K, with L lines. With 64 lines of R = 512, P = 64 they are 121 a
-byte in bf16, and an H200 computes 184 in the time of one. A second tile finds the keys in the L2 cache, but computes as much
-again: from there on arithmetic is the bound.
+byte in bf16, and an H200 computes 184 in the time of one. 64 rows of 8192 keys take 170 us with 20 lines, 198 with 60: 83 and
+71 % of the time by bytes, and 3 % less if L2 holds the keys: a step's products, softmax and loads wait for each other. 80 lines
+are two tiles, which compute all of it again (366 us, 38 %).
 Source: DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1; for the split over keys see `verify_attention.py`.
 """
 
@@ -24,81 +25,15 @@ from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import Partials, merge_states
 from batchspec.kernels.attention.settings import Config
-from batchspec.kernels.attention.softmax_step import page_of, seen_keys
+from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.e4m3 import e4m3_values
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.latent.e4m3_latents import Fp8Latents, check_pages, strides
-from batchspec.kernels.latent.settings import DTYPES, latent_config
-
-
-@triton.jit
-def weights_of(
-    q_latent, q_rope, c, r, of_key, peak, mass, key, end, position, scale, WINDOW: tl.constexpr, SINK: tl.constexpr
-):
-    """The weights of a block of keys, and (peak, mass, factor of earlier sums) with them. Both parts of the scores are scaled, so
-    that Triton computes neither on top of the other. of_key: factors of c, which the scores get, and the weights once mass has
-    been summed; None: all are 1"""
-    of_rope = tl.dot(q_rope, tl.trans(r), input_precision="ieee") * scale
-    if of_key is None:
-        s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * scale + of_rope
-    else:
-        s = tl.dot(q_latent, tl.trans(c), input_precision="ieee") * (of_key * scale)[None, :] + of_rope
-    s = tl.where(seen_keys(key, end, position, position, position, False, WINDOW, SINK), s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    shrink = tl.exp2(peak - new_peak)
-    weights = tl.exp2(s - new_peak[:, None])
-    mass = mass * shrink + tl.sum(weights, 1)
-    if of_key is not None:
-        weights *= of_key[None, :]
-    return new_peak, mass, shrink, weights.to(c.dtype)
-
-
-@triton.jit
-def attend_latents(
-    q_latent, q_rope, peak, mass, acc, page, key, end, latents, rotated, scales, position, scale, page_stride, rope_stride,
-    scale_stride, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr,
-    LATENT_DIM: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr,
-):
-    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added."""
-    if scales is None:
-        at = latents + page.to(tl.int64) * page_stride + (key % PAGE_SIZE) * (LATENT + ROPE)
-        of_rope = at + LATENT
-    else:
-        at = latents + page.to(tl.int64) * page_stride + (key % PAGE_SIZE) * LATENT
-        of_rope = rotated + page.to(tl.int64) * rope_stride + (key % PAGE_SIZE) * ROPE
-    d, e = tl.arange(0, LATENT_DIM), tl.arange(0, ROPE_DIM)
-    exists = (key < end)[:, None]
-    inside = exists if LATENT == LATENT_DIM else exists & (d < LATENT)[None, :]
-    of_key = None
-    if scales is None:
-        c = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0)
-    else:
-        bits = tl.load(at[:, None] + d[None, :], mask=inside, other=0)
-        c = e4m3_values(bits.to(tl.float8e4nv, bitcast=True), q_latent.dtype, INTERPRETED)
-        of_key = tl.load(scales + page.to(tl.int64) * scale_stride + key % PAGE_SIZE, mask=key < end, other=0.0)
-    inside = exists if ROPE == ROPE_DIM else exists & (e < ROPE)[None, :]
-    r = tl.load(of_rope[:, None] + e[None, :], mask=inside, other=0.0)
-    if WIDE:
-        c, r = c.to(tl.float32), r.to(tl.float32)
-    if q_latent.shape[0] < 64:
-        peak, mass, shrink, p = weights_of(
-            q_latent, q_rope, c, r, of_key, peak, mass, key, end, position, scale, WINDOW, SINK
-        )
-    else:
-        # Where Triton sees that a product feeds another one, it gives each warp whole lines: with 64 lines two warp groups would
-        # then compute the same scores. As the result of a branch, which is always taken, weights hide where they come from.
-        p = tl.zeros([q_latent.shape[0], key.shape[0]], c.dtype)
-        shrink = tl.zeros_like(peak)
-        if end > 0:
-            peak, mass, shrink, p = weights_of(
-            q_latent, q_rope, c, r, of_key, peak, mass, key, end, position, scale, WINDOW, SINK
-        )
-    acc = tl.dot(p, c, acc * shrink[:, None], input_precision="ieee")
-    return peak, mass, acc
+from batchspec.kernels.latent.latent_step import attend_latents, load_lines
+from batchspec.kernels.latent.settings import DTYPES, keys_first, latent_config, slice_of
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
@@ -106,9 +41,10 @@ def verify_latents_kernel(
     q_latent, q_rope, latents, rotated, scales, page_table, positions, cu_seqlens_q, kv_len, items, num_items, row_parts, out,
     part_out, part_lse, scale, max_pages, max_q, latent_stride_t, latent_stride_h, rope_stride_t, rope_stride_h, page_stride,
     rope_stride, scale_stride,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr, INTERPRETED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     if not EARLY:
         await_earlier(PDL)
@@ -126,7 +62,7 @@ def verify_latents_kernel(
         return
     if end == 0:  # a dead row, or the padding after the last row
         await_earlier(EARLY)
-        zero_tokens(out, begin, begin + count, 0, HEADS, 1, TILE, LATENT, LATENT_DIM)
+        zero_tokens(out, begin, begin + count, 0, HEADS, 1, TILE, LATENT, SLICES * SLICE)
         return
     lane, row, first_place, num_lanes, inside = lanes_of(
         tile, row, begin, count, cu_seqlens_q, kv_len, cu_seqlens_q, max_q, HEADS, TILE, False
@@ -139,36 +75,34 @@ def verify_latents_kernel(
     position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
     await_earlier(EARLY)
 
-    d, e = tl.arange(0, LATENT_DIM), tl.arange(0, ROPE_DIM)
-    within = inside[:, None] & (d < LATENT)[None, :]
-    of_latent = tl.load(
-        q_latent + (token * latent_stride_t + head * latent_stride_h)[:, None] + d[None, :], mask=within, other=0.0
+    of_rope = load_lines(
+        q_rope + token * rope_stride_t + head * rope_stride_h, inside, tl.arange(0, ROPE_DIM), ROPE, KEYS, WIDE
     )
-    of_rope = tl.load(
-        q_rope + (token * rope_stride_t + head * rope_stride_h)[:, None] + e[None, :],
-        mask=inside[:, None] & (e < ROPE)[None, :], other=0.0,
-    )
-    if WIDE:
-        of_latent, of_rope = of_latent.to(tl.float32), of_rope.to(tl.float32)
+    of_token = q_latent + token * latent_stride_t + head * latent_stride_h
+    of_latent = ()
+    acc = ()
+    for i in tl.static_range(SLICES):
+        of_latent += (load_lines(of_token, inside, i * SLICE + tl.arange(0, SLICE), LATENT, KEYS, WIDE),)  # type: ignore[assignment]
+        acc += (tl.zeros([SLICE, TILE] if KEYS == 0 else [TILE, SLICE], tl.float32),)  # type: ignore[assignment]
     listed = end
     end = tl.minimum(end, tl.max(position, 0) + 1)
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query without a key in this item does not get NaN
-    mass = tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, LATENT_DIM], tl.float32)
+    mass = tl.zeros([BLOCK, TILE] if KEYS == 0 else [TILE, BLOCK], tl.float32)  # of each place in a block: added up at the end
     if SINK > 0:
         sinks = tl.load(item + 5)
-        for at in range(0, sinks, BLOCK):
+        for at in tl.range(0, sinks, BLOCK, num_stages=STAGES):
             page_at = page_of(table, at + key, sinks, PAGE_SIZE)
             peak, mass, acc = attend_latents(
-                of_latent, of_rope, peak, mass, acc, page_at, at + key, sinks, latents, rotated, scales, position, scale,
-                page_stride, rope_stride, scale_stride, WINDOW, SINK, PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE,
+                of_latent, of_rope, peak, mass, acc, page_at, at + key, sinks, listed, latents, rotated, scales, position, scale,
+                page_stride, rope_stride, scale_stride, WINDOW, SINK, PAGE_SIZE, LATENT, SLICE, ROPE, ROPE_DIM, KEYS, WIDE,
                 INTERPRETED,
             )
-    for at in range(first, end, BLOCK):
+    for at in tl.range(first, end, BLOCK, num_stages=STAGES):
         next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)  # one step ahead: see `verify_attention.py`
         peak, mass, acc = attend_latents(
-            of_latent, of_rope, peak, mass, acc, page, at + key, end, latents, rotated, scales, position, scale, page_stride,
-            rope_stride, scale_stride, WINDOW, SINK, PAGE_SIZE, LATENT, LATENT_DIM, ROPE, ROPE_DIM, WIDE, INTERPRETED,
+            of_latent, of_rope, peak, mass, acc, page, at + key, end, listed, latents, rotated, scales, position, scale,
+            page_stride, rope_stride, scale_stride, WINDOW, SINK, PAGE_SIZE, LATENT, SLICE, ROPE, ROPE_DIM, KEYS, WIDE,
+            INTERPRETED,
         )
         page = next_page
     # Computed again from the item: keeping the lines' addresses would cost registers in the loop.
@@ -176,11 +110,13 @@ def verify_latents_kernel(
         tl.load(item + 1, volatile=True), row, begin, count, cu_seqlens_q, kv_len, cu_seqlens_q, max_q, HEADS, TILE, False
     )
     token = (first_place + lane // HEADS).to(tl.int64)
-    within = inside[:, None] & (d < LATENT)[None, :]
-    write_lines(
-        out, part_out, part_lse, row_parts, None, peak, mass, acc, part, token, lane % HEADS, lane, row, num_lanes, 0, d, inside,
-        within, 1, HEADS, LATENT,
-    )
+    total = tl.sum(mass, KEYS)
+    for i in tl.static_range(SLICES):
+        d = i * SLICE + tl.arange(0, SLICE)
+        write_lines(
+            out, part_out, part_lse, row_parts, None, peak, total, tl.trans(acc[i]) if KEYS == 0 else acc[i], part, token,
+            lane % HEADS, lane, row, num_lanes, 0, d, inside, inside[:, None] & (d < LATENT)[None, :], 1, HEADS, LATENT,
+        )
 
 
 def verify_latents(
@@ -193,7 +129,7 @@ def verify_latents(
     q_rope      the same dtype [T, NH, P]      rotated parts of queries; any strides over T and NH
     latents     the same dtype [pages, page_size, R + P], contiguous, with the queries' own already written: finite in the first R
                 numbers, NaN in a last number if only queries that attend to it are to get NaN. Unwritten slots are never read.
-                Or in e4m3, whose scales join the scores and the weights in fp32: products read the stored numbers
+                Or in e4m3: a number is read as `Fp8Latents.read` returns it
     page_table  int32 [rows, max pages a row]
     positions   int64 [T]  a query attends to keys 0 .. its position, below kv_len, within the work list's window
     work        from `split_kv_schedule` with one K/V head, no groups
@@ -218,14 +154,18 @@ def verify_latents(
     if not (q_latent.is_cuda or interpret):
         verify_latents_reference(q_latent, q_rope, latents, page_table, positions, work, scale=scale, out=out)
         return
-    args = launch_args(q_latent)
-    choice = config or latent_config(latent_dim, shape.tile, q_latent.dtype, card_of(q_latent.device))
+    args, card = launch_args(q_latent), card_of(q_latent.device)
+    fp8 = isinstance(latents, Fp8Latents)
+    choice = config or latent_config(latent_dim, shape.tile, q_latent.dtype, card, fp8=fp8)
+    width = max(16, triton.next_power_of_2(latent_dim))
+    columns = slice_of(width, q_latent.dtype, card)
     verify_latents_kernel[(len(work.items),)](
         q_latent, q_rope, *parts, page_table, positions, work.cu_seqlens_q, work.kv_len, work.items, work.counts, work.row_parts,
         out, partials.out, partials.lse, scale * math.log2(math.e), page_table.shape[1], shape.max_q, q_latent.stride(0),
         q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), *strides(parts), HEADS=num_heads, LATENT=latent_dim,
-        LATENT_DIM=max(16, triton.next_power_of_2(latent_dim)), ROPE=rope_dim, ROPE_DIM=max(16, triton.next_power_of_2(rope_dim)),
+        SLICES=width // columns, SLICE=columns, ROPE=rope_dim, ROPE_DIM=max(16, triton.next_power_of_2(rope_dim)),
         PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=shape.tile, BLOCK=shape.block,
+        STAGES=choice.num_stages, KEYS=0 if keys_first(shape.tile, q_latent.dtype, card, fp8=fp8) else 1,
         WIDE=not q_latent.is_cuda and q_latent.dtype == torch.bfloat16, INTERPRETED=not q_latent.is_cuda,
         EARLY=early and args["PDL"], num_warps=choice.num_warps, num_stages=choice.num_stages, **args,
     )

@@ -107,6 +107,18 @@ def passes_no_shared_memory(name: str, ttgir: str, ptx: str) -> None:
     assert ptx.count("shfl.") < 8, f"{name}: weights move between threads"  # one by each of the loops that load by TMA
 
 
+def loads_before_it_multiplies(name: str, ttgir: str) -> None:
+    """A step of latent attention issues the loads of the next block before its first product, and no two warp groups compute the
+    same scores."""
+    loop = ttgir[ttgir.rindex("scf.for", 0, ttgir.index("warp_group_dot")) :]
+    assert loop.index("async_copy_global_to_local") < loop.index("warp_group_dot"), name
+    scores = re.search(r"warp_group_dot .*-> tensor<\w+, (#mma\d*)>", loop)
+    assert scores is not None, name
+    warps = re.search(rf"{scores[1]} = .*warpsPerCTA = \[(\d+), (\d+)\]", ttgir)
+    assert warps is not None, name
+    assert warps[1] == "4", f"{name}: warps {warps[0]}"
+
+
 def multiples_of_16(function: Any, signature: dict[str, str], *, sizes: bool) -> list[int]:
     """Places of the arguments that launches know to be multiples of 16, so that loads have 16 bytes and are pipelined.
 
@@ -151,6 +163,8 @@ def compile_case(name: str, architecture: int) -> str:
         waits_first(name, compiled.asm["ptx"])
     if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
+    if architecture == 90 and kernel == "verify_latents_kernel" and (arguments["TILE"] == 64 or not arguments["KEYS"]):
+        loads_before_it_multiplies(name, compiled.asm["ttgir"])
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
     if kernel in RECURRENT and arguments["state"] == "*bf16":
         assert_rounds_to_the_bit(compiled.asm["ttgir"])

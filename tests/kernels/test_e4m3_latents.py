@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.latent.e4m3_latents import Fp8Latents, scales_of, token_bytes
+from batchspec.kernels.latent.settings import keys_first, latent_config, latent_tile
 from batchspec.kernels.latent.write_latents import write_latents
+from batchspec.tuning.cards import known_card
 from tests.kernels.attention_cases import PAGE_SIZE
 from tests.kernels.covering import covering
 from tests.kernels.test_verify_latents import NAN, RAGGED, TOLERANCE, by_hand
@@ -150,7 +153,8 @@ def test_rows_attend_to_the_numbers_that_are_stored(
 def test_heads_sizes_and_dtypes(
     heads: int, dtype: torch.dtype, sizes: tuple[int, int], interpret: bool, device: torch.device
 ) -> None:
-    case, pages = in_e4m3(Attended.of([(2, 33), (1, 5)], heads=heads, dtype=dtype, sizes=sizes, device=device))
+    tile = latent_tile(2 * heads, dtype, INTERPRETER, fp8=True)
+    case, pages = in_e4m3(Attended.of([(2, 33), (1, 5)], heads=heads, dtype=dtype, sizes=sizes, tile=tile, device=device))
     out = attended(case, pages, interpret=interpret, programs=4)
     torch.testing.assert_close(out.double().cpu(), by_hand(case), atol=TOLERANCE[dtype], rtol=0)
 
@@ -162,6 +166,17 @@ def test_tiles_of_64_lines(interpret: bool, device: torch.device) -> None:
     torch.testing.assert_close(
         attended(case, pages, interpret=interpret, programs=1).double().cpu(), by_hand(case), atol=1e-5, rtol=0
     )
+
+
+def test_tiles_have_64_lines_on_hopper_however_few_a_row_has_and_keys_are_second() -> None:
+    hopper, ada = (known_card(name).card for name in ("H200", "L40S"))
+    assert [latent_tile(20, torch.bfloat16, card, fp8=True) for card in (hopper, ada)] == [64, 32]
+    assert [keys_first(32, torch.bfloat16, hopper, fp8=fp8) for fp8 in (False, True)] == [True, False]
+    for dim in (256, 512):
+        config = latent_config(dim, 64, torch.bfloat16, hopper, fp8=True)
+        stages, copy = config.num_stages * config.block * (dim + 2 * 64 + 4), 2 * config.block * dim
+        assert config.num_stages > 1
+        assert stages + copy + 2 * 64 * (dim + 64 + config.block) <= hopper.block_shared_bytes
 
 
 def test_scales_of_other_tokens_change_the_result(interpret: bool, device: torch.device) -> None:

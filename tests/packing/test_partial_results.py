@@ -64,15 +64,15 @@ def test_it_is_at_least_what_a_round_allocates(
 
 @given(
     card=st.sampled_from(CARDS), heads=st.sampled_from([(20, 512), (32, 256), (128, 512), (5, 32)]), rows=st.integers(1, 1024),
-    draft_len=st.integers(0, 15), num_keys=st.sampled_from(NUM_KEYS),
+    fp8=st.booleans(), draft_len=st.integers(0, 15), num_keys=st.sampled_from(NUM_KEYS),
 )
 def test_it_is_at_least_what_a_round_of_latent_attention_allocates(
-    card: Card, heads: tuple[int, int], rows: int, draft_len: int, num_keys: int
+    card: Card, heads: tuple[int, int], rows: int, fp8: bool, draft_len: int, num_keys: int
 ) -> None:
     num_heads, latent_dim = heads
     shape = latent_shape(
         num_rows=rows, max_q=draft_len + 1, max_kv=num_keys, num_heads=num_heads, latent_dim=latent_dim, page_size=16,
-        dtype=torch.bfloat16, card=card,
+        dtype=torch.bfloat16, fp8=fp8, card=card,
     )
     spec = latent_spec()
     (_, mixer), *_ = spec.mixers

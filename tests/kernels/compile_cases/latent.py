@@ -6,30 +6,33 @@ from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
 CASES = Cases("latent")
 
-# (dtype, e4m3, heads, R, tile, block, warps, stages, window, early)
-for _dtype, _fp8, _heads, _latent, _tile, _block, _warps, _stages, _window, _early in (
-    ("bf16", False, 20, 128, 32, 32, 8, 2, 0, True), ("bf16", False, 20, 128, 32, 32, 8, 2, 512, False),
-    ("bf16", True, 20, 128, 32, 32, 8, 2, 0, True),
-    # as on Hopper, which alone has tiles of 64
-    ("bf16", False, 20, 512, 64, 32, 8, 4, 0, True), ("bf16", False, 32, 256, 64, 64, 8, 3, 512, False),
-    ("bf16", True, 20, 512, 64, 32, 8, 4, 0, True), ("bf16", True, 32, 256, 64, 64, 8, 3, 512, False),
-    ("fp32", False, 20, 512, 16, 16, 8, 2, 0, True),
+# (dtype, e4m3, heads, R, slices, tile, keys' axis, block, warps, stages, window, early)
+for _dtype, _fp8, _heads, _latent, _slices, _tile, _keys, _block, _warps, _stages, _window, _early in (
+    ("bf16", False, 20, 128, 1, 32, 1, 32, 8, 2, 0, True), ("bf16", False, 20, 128, 1, 32, 1, 32, 8, 2, 512, False),
+    ("bf16", True, 20, 128, 1, 32, 1, 32, 8, 2, 0, True),
+    # as on Hopper alone
+    ("bf16", False, 20, 128, 1, 32, 0, 64, 4, 2, 0, True), ("bf16", True, 20, 128, 1, 64, 1, 64, 8, 4, 0, True),
+    ("bf16", False, 20, 512, 4, 32, 0, 64, 4, 2, 0, True), ("bf16", False, 16, 512, 4, 16, 0, 64, 4, 2, 512, False),
+    ("bf16", False, 20, 512, 4, 64, 1, 64, 8, 2, 0, True), ("bf16", False, 32, 256, 2, 64, 1, 64, 8, 4, 512, False),
+    ("bf16", True, 20, 512, 4, 64, 1, 64, 8, 2, 0, True), ("bf16", True, 32, 256, 2, 64, 1, 64, 8, 4, 512, False),
+    ("fp32", False, 20, 512, 1, 16, 1, 16, 8, 2, 0, True),
 ):
+    _name = (
+        f"verify_latents_kernel {_dtype}{', e4m3' * _fp8} R={_latent}, tile {_tile}, keys {_keys}, window {_window}, "
+        f"early {_early}"
+    )
     CASES.add(
-        f"verify_latents_kernel {_dtype}{', e4m3' * _fp8} R={_latent}, window {_window}, early {_early}", "verify_latents",
-        _warps, stages=_stages, q_latent=f"*{_dtype}", q_rope=f"*{_dtype}", latents="*u8" if _fp8 else f"*{_dtype}",
-        rotated=f"*{_dtype}" if _fp8 else None, scales=PF32 if _fp8 else None, page_table=PI32, positions=PI64,
-        cu_seqlens_q=PI32, kv_len=PI32, items=PI32, num_items=PI32, row_parts=PI32, out=f"*{_dtype}", part_out=PF32,
-        part_lse=PF32, scale="fp32", max_pages=I32, max_q=I32, latent_stride_t=I32, latent_stride_h=I32, rope_stride_t=I32,
-        rope_stride_h=I32, page_stride=I32, rope_stride=I32, scale_stride=I32, HEADS=_heads, LATENT=_latent, LATENT_DIM=_latent,
-        ROPE=64, ROPE_DIM=64, PAGE_SIZE=16, WINDOW=_window, SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, WIDE=False,
+        _name, "verify_latents", _warps, stages=_stages, q_latent=f"*{_dtype}", q_rope=f"*{_dtype}",
+        latents="*u8" if _fp8 else f"*{_dtype}", rotated=f"*{_dtype}" if _fp8 else None, scales=PF32 if _fp8 else None,
+        page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, items=PI32, num_items=PI32, row_parts=PI32,
+        out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32", max_pages=I32, max_q=I32, latent_stride_t=I32,
+        latent_stride_h=I32, rope_stride_t=I32, rope_stride_h=I32, page_stride=I32, rope_stride=I32, scale_stride=I32,
+        HEADS=_heads, LATENT=_latent, SLICES=_slices, SLICE=_latent // _slices, ROPE=64, ROPE_DIM=64, PAGE_SIZE=16,
+        WINDOW=_window, SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, STAGES=_stages, KEYS=_keys, WIDE=False,
         INTERPRETED=False, EARLY=_early,
     )
-CASES.seldom |= {
-    "verify_latents_kernel bf16 R=512, window 0, early True", "verify_latents_kernel bf16 R=256, window 512, early False",
-    "verify_latents_kernel bf16, e4m3 R=512, window 0, early True",
-    "verify_latents_kernel bf16, e4m3 R=256, window 512, early False", "verify_latents_kernel fp32 R=512, window 0, early True",
-}
+    if _latent > 128:
+        CASES.seldom.add(_name)
 for _dtype, _fp8, _weight, _interleaved in (
     ("bf16", False, "bf16", True), ("bf16", False, "fp32", False), ("bf16", True, "bf16", True), ("fp32", False, "fp32", True),
 ):

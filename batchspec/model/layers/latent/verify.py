@@ -30,8 +30,8 @@ class LatentVerifyPlan:
         layout = pages.layout
         shape = latent_attention_shape(
             num_rows=batch.kv_len.shape[0], max_q=batch.max_q, max_kv=batch.max_kv, num_heads=num_heads,
-            latent_dim=sizes.latent_dim, page_size=layout.page_size, dtype=layout.dtype, device=pages.pages.device, window=window,
-            sink=sink,
+            latent_dim=sizes.latent_dim, page_size=layout.page_size, dtype=layout.dtype, fp8=layout.fp8,
+            device=pages.pages.device, window=window, sink=sink,
         )
         self._batch = batch
         self._work = split_kv_schedule(batch.cu_seqlens_q, batch.kv_len, batch.positions, shape=shape)
