@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,8 @@ def test_each_rank_keeps_whole_latents_of_the_mtp_layer_and_those_are_counted(tm
 
 @pytest.mark.parametrize(("shape", "ratios"), [("glm-4.7-flash", [1.0, 1.0, 4 / 3]), ("deepseek-v3", [2.0, 3.0, 4.0])])
 def test_drafts_cost_attention_that_is_bound_by_arithmetic(shape: str, ratios: list[float]) -> None:
-    """20 heads fill a tile of 64 with up to three tokens: then reading is the bound. Four tokens are two tiles, whose arithmetic
-    takes 4 / 3 of the time in which a card with 181 operations a byte reads them. Each token of 128 heads is two tiles."""
+    """20 heads fill one tile, of 32 or 64, with up to three tokens: then reading is the bound. Four tokens are two tiles, whose
+    arithmetic takes 4 / 3 of the time in which a card with 181 operations a byte reads them. Each token of 128 heads is two."""
     rates = Rates(name="card", bytes_s=4e12, gemm=((64, 7.26e14), (2048, 7.26e14)), overhead_s=0.0)
 
     def seconds(draft_len: int) -> float:
@@ -177,19 +178,25 @@ def test_latents_in_e4m3_change_logits_a_little() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "flop", "bound"), [("glm-4.7-flash", 121, 3), ("mistral-small-4", 115, 2), ("deepseek-v3", 242, 0)]
+    ("shape", "flop", "bound"), [("glm-4.7-flash", 60, 3), ("mistral-small-4", 58, 2), ("deepseek-v3", 242, 0)]
 )
 def test_a_round_costs_whole_tiles_and_plan_says_from_which_k_on_arithmetic_bounds_it(shape: str, flop: int, bound: int) -> None:
-    """Tiles have 64 pairs of a head and a token: 20 heads fill one with up to three tokens."""
+    """Tiles have 64 pairs of a head and a token, or 32 for rows with no more; in e4m3 and in fp32 others."""
     spec = shape_spec(shape)
     run, (_, mixer) = spec.computing(torch.bfloat16, draft_len=0), spec.mixers[0]
     assert isinstance(mixer, LatentSpec)
     ((_, said),) = spec.about(run)[0].model
     assert f"rounds compute {flop} operations with each byte" in said
     assert said.endswith(f"on an H200 arithmetic bounds their attention from K = {bound} on")
-    flops = [mixer.round_work(run, 1000, tokens).flop * tokens for tokens in (1, 2, 3, 4)]
-    lines = [-(-mixer.num_heads * tokens // 64) * 64 for tokens in (1, 2, 3, 4)]
-    assert flops == pytest.approx([2.0 * own * (2 * mixer.sizes.latent_dim + 64) * 1000 for own in lines])
+    lines = [32, 64, 64, 128] if "glm" in shape else [32, 64, 128, 128] if "mistral" in shape else [128, 256, 384, 512]
+    in_e4m3 = [max(64, each) for each in lines]
+    in_fp32 = [-(-mixer.num_heads * tokens // 16) * 16 for tokens in (1, 2, 3, 4)]
+    of_fp8, of_fp32 = replace(run, fp8_kv=True), replace(run, dtype=torch.float32)
+    for own, expected in ((run, lines), (of_fp8, in_e4m3), (of_fp32, in_fp32)):
+        flops = [mixer.round_work(own, 1000, tokens).flop * tokens for tokens in (1, 2, 3, 4)]
+        assert flops == pytest.approx([2.0 * each * (2 * mixer.sizes.latent_dim + 64) * 1000 for each in expected])
+    average = mixer.round_work(run, 1000, 1.55).flop * 1.55 / (2.0 * (2 * mixer.sizes.latent_dim + 64) * 1000)
+    assert average == pytest.approx({"glm-4.7-flash": 32, "mistral-small-4": 64, "deepseek-v3": 256}[shape])
 
 
 def test_sums_in_one_order_are_refused_in_bf16() -> None:

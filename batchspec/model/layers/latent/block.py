@@ -12,6 +12,7 @@ Source: transformers, models/glm4_moe_lite; DeepSeek-AI 2024, DeepSeek-V2 (arXiv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -25,7 +26,8 @@ from batchspec.cache.page_format import LayerPages
 from batchspec.console.text import bytes_text
 from batchspec.kernels.attention.schedule_reference import WAVES
 from batchspec.kernels.attention.settings import MAX_QUERIES
-from batchspec.kernels.latent.settings import LINES
+from batchspec.kernels.common.card import INTERPRETER
+from batchspec.kernels.latent.settings import latent_tile
 from batchspec.model.fused import rms_norm
 from batchspec.model.layers.attention.block import MOST_SMS, SM_RESULT_BYTES
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
@@ -169,8 +171,10 @@ class LatentSpec(NormedSpec, MixerSpec):
         return LayerState(self.layout(run), shares=("latent attention", self.num_heads, self.sizes, self.rope))
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
-        """In the absorbed form, of whole tiles of heads and tokens."""
-        lines = -(-self.num_heads * tokens // LINES) * LINES
+        """In the absorbed form, of whole tiles of heads and tokens as on Hopper, of which the interpreter has the features."""
+        lanes = math.ceil(self.num_heads * tokens)
+        tile = latent_tile(lanes, run.dtype, INTERPRETER, fp8=run.fp8_kv)
+        lines = -(-lanes // tile) * tile
         flop = 2.0 * lines / tokens * (self.vector_size + self.sizes.latent_dim) * context
         return Work(page_bytes=context * self.layout(run).token_bytes, flop=flop)
 
