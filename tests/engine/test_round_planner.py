@@ -26,7 +26,7 @@ from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
-from batchspec.engine.rounds.part_trial import BLOCK, WARM_UP, Turn
+from batchspec.engine.rounds.part_trial import PHASE_ROUNDS, WARM_UP, Turn
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
@@ -191,10 +191,10 @@ def test_what_measured_rounds_made_decides_whether_they_may_verify_a_part(monkey
     batch = packed(12, row_buckets=row_buckets(12), num_verified=3)
     one: Any = planner(batch, 3, draft_lens=candidates(3), base=lambda shape: 10.0 + 4.0 * shape.width.verified, row_lengths=True)
     one.prepare(MODE)
-    seen = list[tuple[int, float, float]]()
+    seen = list[tuple[int, int, float, float]]()
     monkeypatch.setattr(one._lengths, "made", lambda *made: seen.append(made))
     owners, num_tokens, now, launches = np.arange(12), np.full(12, 300), 0.0, list[UnreadLaunch]()
-    for number in range(WARM_UP + BLOCK):
+    for number in range(WARM_UP + PHASE_ROUNDS):
         launches.append(chosen(one, 12, owners, num_tokens))
         now += 20.0
         if number == WARM_UP + 2:
@@ -203,12 +203,12 @@ def test_what_measured_rounds_made_decides_whether_they_may_verify_a_part(monkey
         log = accepting(12, 1)
         log.num_kept[0] = 6
         one.learn(launches[-1], arrived(now), log, weights)
-    assert {launch.trial_block for launch in launches[:WARM_UP]} == {None}
-    assert len({launch.trial_block for launch in launches[WARM_UP:]}) == 1
-    assert len(seen) == BLOCK - 1
-    assert {made[0] for made in seen} == {launches[-1].trial_block}
-    assert {round(made[1], 9) for made in seen} == {28.0, 26.0}
-    assert {made[2] for made in seen} == {20.0}
+    assert {launch.trial_phase for launch in launches[:WARM_UP]} == {None}
+    assert len({launch.trial_phase for launch in launches[WARM_UP:]}) == 1
+    assert len(seen) == PHASE_ROUNDS - 1
+    assert {made[:2] for made in seen} == {(launches[-1].trial_phase, 12)}
+    assert {round(made[2], 9) for made in seen} == {28.0, 26.0}
+    assert {made[3] for made in seen} == {20.0}
     assert all(launch.counts_drafts for launch in launches)
     monkeypatch.setattr(one._lengths, "turn", Turn(False, False, None))
     monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (RoundWidth(3), True))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.rounds.draft_chances import DraftChances
 from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths
-from batchspec.engine.rounds.part_trial import HOLD
+from batchspec.engine.rounds.part_trial import FEWEST, HOLD, MOST, PHASE_ROUNDS, WARM_UP
 from batchspec.engine.rounds.round_widths import partial_widths
 from batchspec.engine.rounds.survival import Survival
 from batchspec.engine.step import RoundWidth
@@ -53,8 +53,8 @@ class Simulated:
     noise: float = 0.7
     later: tuple[int, tuple[tuple[float, ...], ...]] | None = None
     """A round, and the kinds of rows from it on."""
-    untold: Callable[[RoundWidth], float] = lambda width: 0.0
-    """Seconds of a round that were not measured before the first one, as those of the host."""
+    host_s: Callable[[RoundWidth], float] = lambda width: 0.0
+    """Seconds of the host in a round, which were not measured before the first one."""
     tokens: int = 0
     seconds: float = 0.0
     widths: list[RoundWidth] = field(default_factory=list)
@@ -95,9 +95,9 @@ class Simulated:
                     lengths.observe_levels(levels.numpy(), self.num_rows)
             if width.mean_len is None:
                 lengths.observe(draft_len, taken)
-            made, took = self.num_rows + int(taken.sum()), seconds_of(self.num_rows, width) + self.untold(width)
-            if turn.block is not None:
-                lengths.made(turn.block, made, took)
+            made, took = self.num_rows + int(taken.sum()), seconds_of(self.num_rows, width) + self.host_s(width)
+            if turn.phase is not None:
+                lengths.made(turn.phase, self.num_rows, made, took)
             if number >= skip:
                 self.tokens += made
                 self.seconds += took
@@ -117,10 +117,10 @@ def test_rows_of_two_kinds_gain_by_lengths_of_their_own() -> None:
 def test_where_lengths_of_their_own_cost_more_than_was_measured_before_the_run_they_are_given_up(extra: float) -> None:
     """As where the host takes longer for such rounds: by the times of their graphs alone they seem to gain a tenth."""
 
-    def untold(width: RoundWidth) -> float:
+    def host_s(width: RoundWidth) -> float:
         return extra * seconds_of(256, width) if width.mean_len is not None else 0.0
 
-    lengths = Simulated((GOOD, BAD), untold=untold)
+    lengths = Simulated((GOOD, BAD), host_s=host_s)
     one_k = Simulated((GOOD, BAD), row_lengths=False)
     loss = lengths.run(1200, skip=300) / one_k.run(1200, skip=300)
     assert loss > 0.99
@@ -194,6 +194,62 @@ def test_counts_from_before_a_time_without_counting_are_forgotten() -> None:
     while not lengths.turn.counts_drafts:
         lengths.choose(64, 0)
     assert lengths._survival.known_len == 0
+
+
+def timed_lengths(*row_buckets: int) -> DraftLengths:
+    """Rounds over so many rows take a second, whatever they verify."""
+    lengths = DraftLengths(K, row_lengths=True)
+    for num_rows, prepare_next in itertools.product(row_buckets, (False, True)):
+        for width in lengths.widths(num_rows):
+            lengths.times.set_base(num_rows, width, 1.0, prepare_next=prepare_next)
+    return lengths
+
+
+def phases_of(lengths: DraftLengths, num_rows: int, rounds: int) -> list[int | None]:
+    found = list[int | None]()
+    for _ in range(rounds):
+        lengths.choose(num_rows, 0)
+        found.append(lengths.turn.phase)
+    return found
+
+
+def test_rounds_of_few_rows_belong_to_no_phase_of_a_trial() -> None:
+    """Neither is the first round over other rows than those that its turn was taken for."""
+    lengths = timed_lengths(4, 32, 64)
+    *warm_up, first, second, third = phases_of(lengths, 64, WARM_UP + 3)
+    assert set(warm_up) == {None}
+    assert first is not None
+    assert first == second == third
+    assert set(phases_of(lengths, 4, 200)) == {None}
+    assert phases_of(lengths, 64, 3) == [None, first, first]
+    assert phases_of(lengths, 32, 3) == [None, first, first + 1]
+
+
+def test_phases_of_two_runs_are_not_compared() -> None:
+    """The last rounds of a run make less. Phases that begin in the next run are compared."""
+    lengths = timed_lengths(64)
+    assert lengths._trial is not None
+    for tokens, rounds in ((1.0, WARM_UP + PHASE_ROUNDS), (64.0, 4 * PHASE_ROUNDS)):
+        lengths.restart()
+        for phase in phases_of(lengths, 64, rounds):
+            if phase is not None:
+                lengths.made(phase, 64, tokens, 1.0)
+    assert lengths._trial._gains == [0.0]
+
+
+def test_the_last_rounds_of_a_run_do_not_decide_the_trial_of_the_next_one() -> None:
+    """Verifying a part loses a twentieth; the run before ended with 200 rounds of 4 rows within a phase."""
+    lengths = timed_lengths(4, 64)
+    assert lengths._trial is not None
+    for num_rows, rounds in ((64, WARM_UP + 3), (4, 200), (64, 4 * PHASE_ROUNDS * MOST)):
+        lengths.restart()
+        for _ in range(rounds):
+            lengths.choose(num_rows, 0)
+            if lengths.turn.phase is not None:
+                lengths.made(lengths.turn.phase, num_rows, num_rows * (1 - 0.05 * lengths.turn.may_verify_part), 1.0)
+    assert lengths._trial._ended
+    assert not lengths._trial.pays
+    assert lengths._trial._gains == pytest.approx([math.log(0.95)] * FEWEST)
 
 
 def test_few_rows_verify_all_their_drafts() -> None:

@@ -200,7 +200,7 @@ class RoundPlanner:
             context_tokens=context_tokens,
             counts_experts=self.experts is not None and counted(self._num_rounds),
             counts_drafts=turn.counts_drafts,
-            trial_block=turn.block,
+            trial_phase=turn.phase,
         )
 
     def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
@@ -238,9 +238,9 @@ class RoundPlanner:
                 launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )
-            if launch.trial_block is not None:
+            if launch.trial_phase is not None:
                 tokens = log.num_kept.sum() if weights is None else log.num_kept @ weights
-                self._lengths.made(launch.trial_block, float(tokens), took.seconds)
+                self._lengths.made(launch.trial_phase, launch.num_rows, float(tokens), took.seconds)
 
     def _observe(
         self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog,

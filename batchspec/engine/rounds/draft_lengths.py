@@ -63,8 +63,8 @@ LEAST_ROWS = 12
 """Rounds of fewer rows verify all drafts: there are too few rows for one to need what another does not."""
 PARTS = (1, 2, 4)
 """Row buckets with graphs of rounds that verify a part: of all slots, and the largest ones of at most these parts of them."""
-NO_TRIAL = Turn(may_verify_part=True, counts_drafts=True, block=None)
-"""Of rounds of too few rows, and of those that all verify all drafts."""
+NO_TRIAL = Turn(may_verify_part=True, counts_drafts=True, phase=None)
+"""All rounds have this turn where none may verify a part, and elsewhere those before the first of LEAST_ROWS rows."""
 
 
 def choices_of(choices: tuple[int, ...], *, all_slots: bool) -> tuple[int, ...]:
@@ -102,6 +102,7 @@ class DraftLengths:
         self._rounds, self._lost_rounds = 0, 0.0
         self._current = RoundWidth(draft_len)
         self._next: RoundWidth | None = None
+        self._next_rows = 0
         self.turn = self._next_turn = NO_TRIAL
         """Of the round that was chosen last."""
         self.forget()
@@ -121,8 +122,10 @@ class DraftLengths:
         self._survival, self._trial, self.partial = None, None, []
 
     def restart(self) -> None:
-        """A run begins: no width was chosen for its first round. What was measured stays."""
+        """A run begins: no width was chosen for its first round. What was measured stays, but for phases that have not ended."""
         self._next = None
+        if self._trial is not None:
+            self._trial.drop_unfinished()
 
     @property
     def ready(self) -> bool:
@@ -151,15 +154,16 @@ class DraftLengths:
         if self._next is None:
             self._next = self._pick(num_rows, context_tokens, live_rows)
         now, self.turn = self._next, self._next_turn
-        if not self.times.knows(num_rows, now):  # the row bucket is another one since it was chosen
-            now, self.turn = self._nearest(num_rows, now), self.turn._replace(block=None)
+        if num_rows != self._next_rows:  # the row bucket is another one since it was chosen
+            self.turn = self.turn._replace(phase=None)
+            now = now if self.times.knows(num_rows, now) else self._nearest(num_rows, now)
         self._next = self._pick(num_rows, context_tokens, live_rows)
         return now, self._next.draft_len > 0
 
-    def made(self, block: int, tokens: float, seconds: float) -> None:
-        """Note the tokens that a round of this block (`turn`) made, each by its row's weight, in so many measured seconds."""
+    def made(self, phase: int, num_rows: int, tokens: float, seconds: float) -> None:
+        """Note the tokens that a round of this phase (`turn`) made, each by its row's weight, in so many measured seconds."""
         if self._trial is not None:
-            self._trial.add(block, tokens, seconds)
+            self._trial.add(phase, num_rows, tokens, seconds)
 
     def observe(
         self, draft_len: int, accepted: NDArray[np.int32], after_draft: NDArray[np.bool_] | None = None,
@@ -245,6 +249,7 @@ class DraftLengths:
 
     def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> RoundWidth:
         """The width of a round, whose turn is `_next_turn` from now on."""
+        self._next_rows, self._next_turn = num_rows, self._next_turn._replace(phase=None)
         if self._trial is not None and self._survival is not None and num_rows >= LEAST_ROWS:
             counted, self._next_turn = self._next_turn.counts_drafts, self._trial.next_turn()
             if not counted and self._next_turn.counts_drafts:

@@ -1,10 +1,10 @@
 """Whether rounds that verify a part of their drafts pay, by what they made: a trial in the job itself.
 
-Blocks of rounds that may verify a part and blocks of rounds that may not take turns. The tokens a second of two neighbouring
-blocks are one comparison; a trial ends when the mean of the comparisons is known well enough. Times and tokens are those of the
-run, so they hold whatever `draft_lengths.py` computes without: the host's time, which is most of a round of a small model, and
-places of which less is expected than comes. Until the next trial all rounds do what won; where all drafts are verified, they are
-not counted on the host either.
+An A/B test: phases of rounds that may verify a part and phases of rounds that may not take turns. The tokens a second of two
+neighbouring phases are one comparison; a trial ends when the mean of the comparisons is known well enough. Times and tokens are
+measured in the run, so they include what the estimates of `draft_lengths.py` leave out: the host's time, which is most of a round
+of a small model, and drafts that are accepted more often than estimated. Until the next trial all rounds do what won; where all
+drafts are verified, they are not counted on the host either.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 WARM_UP = 64
 """Rounds before each trial, in which drafts are counted."""
-BLOCK = 8
+PHASE_ROUNDS = 8
 LEAST_ROUNDS = 4
-"""A comparison needs as many measured rounds of each of its two blocks: those after a refill are not measured."""
+"""A comparison needs as many measured rounds of each of its two phases: those after a refill are not measured."""
 FEWEST, MOST = 8, 32
 """Number of comparisons of a trial."""
-MOST_BLOCKS = 8 * MOST
-"""A trial that has not ended after so many blocks, because hardly any round could be measured, is lost."""
+MOST_PHASES = 8 * MOST
+"""A trial ends after so many phases, though too few could be compared. With fewer than FEWEST comparisons nothing changes."""
 SURE = 2.0
 """A trial ends when its mean is so many standard errors away from the bar."""
 GAIN = 0.01
@@ -37,15 +37,24 @@ class Turn(NamedTuple):
     may_verify_part: bool
     counts_drafts: bool
     """Whether the host reads how many drafts survive."""
-    block: int | None
-    """The block that it belongs to; None: no trial is under way."""
+    phase: int | None
+    """The number of its phase; None: the round is not measured for a trial."""
+
+
+class Measured(NamedTuple):
+    """What the measured rounds of a phase made."""
+
+    num_rounds: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    row_buckets: frozenset[int] = frozenset()
 
 
 class PartTrial:
     """Call `next_turn` for each round, then `add` with what it made, in the order of the rounds."""
 
     def __init__(self) -> None:
-        self._block = 0
+        self._phase = 0
         self.restart()
 
     def restart(self) -> None:
@@ -53,10 +62,14 @@ class PartTrial:
         self.pays = False
         self._begin()
 
+    def drop_unfinished(self) -> None:
+        """A run begins: phases that began before it are not compared with those after it."""
+        self._measured.clear()
+
     def _begin(self) -> None:
-        self._at, self._block = 0, self._block + 1  # results of earlier trials have lower numbers
-        self._first, self._ended = self._block, False
-        self._sums: dict[int, tuple[int, float, float]] = {}
+        self._at, self._phase = 0, self._phase + 1  # results of earlier trials have lower numbers
+        self._first, self._ended = self._phase, False
+        self._measured: dict[int, Measured] = {}
         self._gains: list[float] = []
 
     def next_turn(self) -> Turn:
@@ -68,37 +81,46 @@ class PartTrial:
             return Turn(self.pays, self.pays, None)
         if at < WARM_UP:
             return Turn(self.pays, True, None)
-        number = (at - WARM_UP) // BLOCK
-        if number == MOST_BLOCKS:
-            self._end(pays=False)
+        number = (at - WARM_UP) // PHASE_ROUNDS
+        if number == MOST_PHASES:
+            self._end(pays=float(np.mean(self._gains)) > self._bar if len(self._gains) >= FEWEST else self.pays)
             return self.next_turn()
-        self._block = self._first + number
-        return Turn(number % 4 in (0, 3), True, self._block)  # in this order neither kind is always the later one
+        self._phase = self._first + number
+        return Turn(number % 4 in (0, 3), True, self._phase)  # in this order neither kind is always the later one
 
-    def add(self, block: int, tokens: float, seconds: float) -> None:
-        """Note what a round of this block made in so many seconds."""
-        if self._ended or block < self._first:
-            return
-        if block not in self._sums and (block - self._first) % 2 == 0:
-            self._compare(block - 2)
-        rounds, all_tokens, all_seconds = self._sums.get(block, (0, 0.0, 0.0))
-        self._sums[block] = rounds + 1, all_tokens + tokens, all_seconds + seconds
+    @property
+    def _bar(self) -> float:
+        """The mean gain above which verifying a part pays."""
+        return 0.0 if self.pays else GAIN
 
-    def _compare(self, block: int) -> None:
-        """Compare this block and the one after it, and end the trial if that is enough."""
-        none = (0, 0.0, 0.0)
-        two = self._sums.pop(block, none), self._sums.pop(block + 1, none)
-        if min(rounds for rounds, _, _ in two) < LEAST_ROUNDS:
+    def add(self, phase: int, num_rows: int, tokens: float, seconds: float) -> None:
+        """Note what a round of this phase, over this row bucket, made in so many seconds."""
+        if self._ended or phase < self._first:
             return
-        rates = [tokens / seconds for _, tokens, seconds in two]
-        part_first = (block - self._first) % 4 == 0
-        self._gains.append(math.log(rates[0] / rates[1]) * (1 if part_first else -1))
+        if phase not in self._measured and (phase - self._first) % 2 == 0:
+            self._compare(phase - 2)
+        sums = self._measured.get(phase, Measured())
+        self._measured[phase] = Measured(
+            sums.num_rounds + 1, sums.tokens + tokens, sums.seconds + seconds, sums.row_buckets | {num_rows}
+        )
+
+    def _compare(self, phase: int) -> None:
+        """Compare this phase and the one after it, and end the trial if that is enough.
+
+        Phases over different row buckets, or over several, are not compared: fewer rows make fewer tokens, whatever they verify.
+        """
+        one, two = self._measured.pop(phase, Measured()), self._measured.pop(phase + 1, Measured())
+        if min(one.num_rounds, two.num_rounds) < LEAST_ROUNDS or len(one.row_buckets | two.row_buckets) > 1:
+            return
+        if min(one.tokens, two.tokens, one.seconds, two.seconds) <= 0:  # as where no token of a phase was kept
+            return
+        gain = math.log(one.tokens / one.seconds * two.seconds / two.tokens)
+        self._gains.append(gain if (phase - self._first) % 4 == 0 else -gain)
         if len(self._gains) < FEWEST:
             return
         mean, error = float(np.mean(self._gains)), float(np.std(self._gains, ddof=1)) / math.sqrt(len(self._gains))
-        bar = 0.0 if self.pays else GAIN
-        if abs(mean - bar) > SURE * error or len(self._gains) == MOST:
-            self._end(pays=mean > bar)
+        if abs(mean - self._bar) > SURE * error or len(self._gains) == MOST:
+            self._end(pays=mean > self._bar)
 
     def _end(self, *, pays: bool) -> None:
         self.pays, self._ended, self._at = pays, True, 0

@@ -32,8 +32,8 @@ class UnreadLaunch:
     """Whether the result has the number of experts that the round read."""
     counts_drafts: bool = True
     """Whether the result of a round that knows its drafts' chances has how many survive."""
-    trial_block: int | None = None
-    """`Turn.block` of a round (`engine/rounds/part_trial.py`)."""
+    trial_phase: int | None = None
+    """`Turn.phase` of a round (`engine/rounds/part_trial.py`)."""
     num_prefilled: int = 0
     """Tokens of this prefill pass and of the passes just before it whose results are not sent, since no row ends in them."""
     segments: tuple[Segment, ...] = ()
