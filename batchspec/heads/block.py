@@ -28,8 +28,8 @@ _STATES = 5
 
 
 def usual_boundaries(num_layers: int) -> tuple[int, ...]:
-    """From the second to the last but two; fewer states of a model that has fewer layers."""
-    first, last = min(2, num_layers - 1), max(1, num_layers - 2)
+    """From the second to the last but two; fewer states of a model that has fewer layers, of one layer its input alone."""
+    first, last = min(2, num_layers - 1), min(max(1, num_layers - 2), num_layers - 1)
     return tuple(sorted({round(first + i * (last - first) / (_STATES - 1)) for i in range(_STATES)}))
 
 

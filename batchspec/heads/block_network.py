@@ -33,6 +33,7 @@ from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Angles, Layer, Norm, place, rms_norm, rotated
 from batchspec.heads.objective import ChosenPositions, SoftCrossEntropy, positions_at_once
 from batchspec.heads.teacher import TrainingBatch, on_device
+from batchspec.kernels.sampling.top_candidates import top_candidates
 
 DISTANCE_SHARE = 0.9
 """Share of d in the loss of the distributions."""
@@ -128,12 +129,20 @@ class BlockNetwork(DraftNetwork):
         (lm_head, w2), found = self.outputs(states.dtype), []
         at_once = positions_at_once(len(lm_head))
         for state, before in zip(states.split(at_once), w1.split(at_once), strict=True):
-            best = (state @ lm_head.t()).topk(min(CANDIDATES, len(lm_head)), dim=1)
-            bias = (w2[best.indices] @ before.unsqueeze(2)).squeeze(2)
-            found.append(best.indices.gather(1, (best.values + bias).argmax(1, keepdim=True)))
+            values, ids = _first(state @ lm_head.t(), min(CANDIDATES, len(lm_head)))
+            _, best = _first(values + (w2[ids] @ before.unsqueeze(2)).squeeze(2), 1)
+            found.append(ids.gather(1, best))
         drafts = batch.ids.new_zeros(*batch.ids.shape, draft_len)
         drafts[batch.rows, batch.positions] = torch.cat(found).view(-1, draft_len)
         return drafts
+
+
+def _first(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row and their columns, of equal ones the first, as `draft.markov` chooses them."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values, ids = logits.new_empty(len(logits), count), logits.new_empty(len(logits), count, dtype=torch.int64)
+    top_candidates(logits, count, out_values=values, out_ids=ids)
+    return values, ids
 
 
 def drawn_anchors(count: int, share: float, *, seed: int, step: int) -> npt.NDArray[np.int64]:

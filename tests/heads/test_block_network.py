@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchspec.config.train_schema import TrainConfig, TrainRun
 from batchspec.draft.block_head import BlockWeights
+from batchspec.draft.block_spec import MARKOV, MARKOV_OUT
 from batchspec.heads.block import new_block_network, new_block_spec, usual_boundaries
 from batchspec.heads.block_network import BlockNetwork, drawn_anchors
 from batchspec.heads.data import Row
@@ -198,6 +199,23 @@ def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
     assert kept[2] > 0
 
 
+def test_of_equal_logits_the_first_are_drafted_as_in_jobs() -> None:
+    """More tokens than candidates, and all logits are equal; then w2 favours one that is no candidate, and one that is."""
+    target, run_ = TARGET(), TrainRun()
+    run_.train = TrainConfig(draft_vocab=30, ahead=2, layers=1)
+    network = new_block_network(new_block_spec(run_, target.spec, MASK), target, torch.arange(30), seed=1)
+    teacher = Teacher(target, network.spec.aux_layer_ids, torch.arange(30), target.dtype)
+    data = teacher.training_batch([Row(ids=np.arange(9, dtype=np.int32), prompt_len=2)])
+    w1, w2 = (network.get_parameter(name) for name in (MARKOV, MARKOV_OUT))
+    with torch.no_grad():
+        network.lm_head.weight.zero_()
+        assert not network.drafts(data, 2).any()
+        w1.fill_(1.0)
+        w2[[12, 20]] = torch.tensor([[1.0], [2.0]]).to(w2)
+        drafts = network.drafts(data, 2)
+    assert set(drafts[data.rows, data.positions].flatten().tolist()) == {12}
+
+
 def test_in_bf16_products_a_head_learns_nearly_the_same() -> None:
     """What a GPU does with a bf16 model: weights stay fp32, features come and products are made in bf16."""
     _, teacher, network, rows = tiny(noise=0.02)
@@ -216,7 +234,10 @@ def test_in_bf16_products_a_head_learns_nearly_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "expected"), [(36, (2, 10, 18, 26, 34)), (30, (2, 8, 15, 22, 28)), (4, (2,)), (3, (1, 2)), (2, (1,)), (1, (0, 1))]
+    ("layers", "expected"), [(36, (2, 10, 18, 26, 34)), (30, (2, 8, 15, 22, 28)), (4, (2,)), (3, (1, 2)), (2, (1,)), (1, (0,))]
 )
 def test_a_new_head_reads_evenly_spaced_states(layers: int, expected: tuple[int, ...]) -> None:
     assert usual_boundaries(layers) == expected
+    target = TARGET().spec
+    target = replace(target, layers=target.layers[:1] * layers)
+    assert new_block_spec(TrainRun(), target, MASK).aux_layer_ids == expected
