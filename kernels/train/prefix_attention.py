@@ -24,7 +24,9 @@ from torch import Tensor
 
 from batchspec.kernels.common.checks import FLOATS, check
 
-QUERIES, KEYS = 64, 64
+TILES = {256: (64, 64, 3), 512: (64, 32, 2), 1024: (32, 32, 1)}
+"""Queries and keys of a tile, and stages of a loop, by the most bytes of a head's lanes. The kernels of the gradients hold two
+tiles of queries and two of keys a stage, which must fit the shared memory of a multiprocessor."""
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -155,8 +157,9 @@ def prefix_attention(
     if not (q.is_cuda or interpret):
         prefix_attention_reference(q, k, v, starts, limits, scale=scale, out=out, out_lse=out_lse)
     elif q.numel():
-        grid = (triton.cdiv(most, QUERIES), q.shape[1], len(k))
-        prefix_attention_kernel[grid](q, k, v, starts, limits, out, out_lse, k.shape[1], scale, **_shape(q, k))
+        own = _launch_args(q, k)
+        grid = (triton.cdiv(most, own["QUERIES"]), q.shape[1], len(k))
+        prefix_attention_kernel[grid](q, k, v, starts, limits, out, out_lse, k.shape[1], scale, **own)
 
 
 def prefix_attention_backward(
@@ -178,13 +181,14 @@ def prefix_attention_backward(
             q, k, v, starts, limits, scale=scale, grad=grad, lse=lse, delta=delta, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
         )
         return
+    own = _launch_args(q, k)
     if q.numel():
-        prefix_queries_backward_kernel[triton.cdiv(most, QUERIES), q.shape[1], len(k)](
-            q, k, v, starts, limits, grad, lse, delta, grad_q, k.shape[1], scale, **_shape(q, k)
+        prefix_queries_backward_kernel[triton.cdiv(most, own["QUERIES"]), q.shape[1], len(k)](
+            q, k, v, starts, limits, grad, lse, delta, grad_q, k.shape[1], scale, **own
         )
     if k.numel():
-        prefix_keys_backward_kernel[triton.cdiv(k.shape[1], KEYS), k.shape[2], len(k)](
-            q, k, v, starts, limits, grad, lse, delta, grad_k, grad_v, k.shape[1], scale, **_shape(q, k)
+        prefix_keys_backward_kernel[triton.cdiv(k.shape[1], own["KEYS"]), k.shape[2], len(k)](
+            q, k, v, starts, limits, grad, lse, delta, grad_k, grad_v, k.shape[1], scale, **own
         )
 
 
@@ -202,11 +206,27 @@ def _check(name: str, q: Tensor, k: Tensor, starts: Tensor, limits: Tensor, lse:
         check(f"{name}: {other}", tensor, tuple(like.shape), q.dtype)
 
 
-def _shape(q: Tensor, k: Tensor) -> dict[str, object]:
-    size = q.shape[2]
+def tile_of(head_dim: int, itemsize: int) -> tuple[int, int, int]:
+    """Queries and keys of a tile, and stages of a loop. Raises ValueError for heads that are too large for every tile."""
+    row_bytes = _lanes(head_dim) * itemsize
+    found = next((tile for most, tile in TILES.items() if row_bytes <= most), None)
+    if found is None:
+        raise ValueError(
+            f"prefix_attention: head_dim {head_dim} of {itemsize} bytes a value does not fit shared memory; "
+            f"supported are at most {max(TILES)} bytes a head: choose a dtype of fewer bytes"
+        )
+    return found
+
+
+def _lanes(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _launch_args(q: Tensor, k: Tensor) -> dict[str, int]:
+    queries, keys, stages = tile_of(q.shape[2], q.element_size())
     return {
-        "HEADS": q.shape[1], "KEY_HEADS": k.shape[2], "D": size, "LANES": max(16, triton.next_power_of_2(size)),
-        "QUERIES": QUERIES, "KEYS": KEYS, "num_warps": 4,
+        "HEADS": q.shape[1], "KEY_HEADS": k.shape[2], "D": q.shape[2], "LANES": _lanes(q.shape[2]), "QUERIES": queries,
+        "KEYS": keys, "num_warps": 4, "num_stages": stages,
     }
 
 

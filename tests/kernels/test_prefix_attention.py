@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.kernels.train.prefix_attention import prefix_attention, prefix_attention_backward
+from batchspec.kernels.train.prefix_attention import prefix_attention, prefix_attention_backward, tile_of
 
 SCALE = 0.3
 NAN = float("nan")
@@ -20,6 +20,8 @@ CASES: list[Case] = [
     (5, 2, 1, 8, [[0, 0, 2, 5], [], [3]]),
     (70, 6, 2, 12, [[0, 1, 1, 64, 65, 70], [69]]),
     (130, 3, 3, 16, [sorted((7 * i) % 131 for i in range(150)), [], [63, 64, 128]]),
+    (70, 2, 1, 80, [[0, 1, 31, 32, 33, 65, 70], sorted(i % 71 for i in range(70))]),
+    (40, 2, 1, 130, [[0, 1, 31, 32, 33, 40], sorted(i % 41 for i in range(40))]),
 ]
 
 
@@ -108,3 +110,11 @@ def test_arguments_that_do_not_fit_are_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             prefix_attention(**(given | outs | {name: wrong}))
+
+
+def test_tiles_are_smaller_for_wider_heads_and_there_is_none_for_the_widest() -> None:
+    """What is compiled for each is in tests/kernels/compile_cases/train.py."""
+    assert [tile_of(size, 2) for size in (64, 128, 256, 512)] == [(64, 64, 3), (64, 64, 3), (64, 32, 2), (32, 32, 1)]
+    assert [tile_of(size, 4) for size in (64, 80, 256)] == [(64, 64, 3), (64, 32, 2), (32, 32, 1)]
+    with pytest.raises(ValueError, match=r"head_dim 257 of 4 bytes a value does not fit .*; supported are at most 1024"):
+        tile_of(257, 4)

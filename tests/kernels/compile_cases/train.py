@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchspec.kernels.train.prefix_attention import tile_of
 from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
 CASES = Cases("train")
@@ -89,13 +90,17 @@ for _dtype in ("bf16", "fp16"):
         out_v=_values,
         **_STEP_SIZES,
     )
+for _dtype, _bytes, _sizes in (("bf16", 2, (64, 128, 256, 512)), ("fp16", 2, (64,)), ("fp32", 4, (64, 128, 256))):
+    _values = f"*{_dtype}"
     _prefix = {"q": _values, "k": _values, "v": _values, "starts": PI32, "limits": PI32}
     _backward = {"grad": _values, "lse": PF32, "delta": PF32}
-    _prefix_sizes = {
-        "length": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64, "LANES": 64, "QUERIES": 64, "KEYS": 64,
-    }
     for _name, _own in (
         ("prefix_attention", {"out": _values, "out_lse": PF32}), ("prefix_queries_backward", {**_backward, "out_q": _values}),
         ("prefix_keys_backward", {**_backward, "out_k": _values, "out_v": _values}),
     ):
-        case(f"{_name}_kernel {_dtype}", "prefix_attention", 4, **_prefix, **_own, **_prefix_sizes)
+        for _size in _sizes:
+            _queries, _keys, _stages = tile_of(_size, _bytes)
+            case(
+                f"{_name}_kernel {_dtype}, {_size} wide", "prefix_attention", 4, stages=_stages, **_prefix, **_own, length=I32,
+                scale="fp32", HEADS=9, KEY_HEADS=3, D=_size, LANES=_size, QUERIES=_queries, KEYS=_keys,
+            )
