@@ -233,9 +233,10 @@ def _boundaries(own: ConfigReader, target: ModelSpec, aux_layers: str) -> tuple[
             f"and lie in 0 .. {target.num_layers}"
         )
     if keys == ["target_layer_ids"] and target.num_layers in found:
+        same = [boundary - (aux_layers == "output") for boundary in found]
         raise own.refusal(
             f"{own.shown('target_layer_ids')}: z-lab's heads read the last layer's output after the final norm, DeepSpec's "
-            f"before it; add aux_hidden_state_layer_ids {list(found)} if before, or use a head of earlier layers"
+            f"before it; add aux_hidden_state_layer_ids {same} if before, or use a head of earlier layers"
         )
     return found
 

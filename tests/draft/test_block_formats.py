@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,19 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_is_not_supported_is_refused_by_name(name: str, tmp_path: Path) -> None:
     changes, keys, said = REFUSALS[name]
     assert said in refused(tmp_path, replace(BASE, **changes), **keys)
+
+
+@pytest.mark.parametrize(("aux_layers", "ids"), [("auto", [0, 1]), ("input", [1, 2]), ("output", [0, 1])])
+def test_a_head_of_the_last_layer_loads_with_what_its_refusal_advises(aux_layers: str, ids: list[int], tmp_path: Path) -> None:
+    """For each way to read ids."""
+    keys: dict[str, Any] = {"target_layer_ids": ids}
+    write_block(tmp_path, BASE, random_block(BASE), **keys)
+    with pytest.raises(CheckpointError) as error:
+        open_block(LocalFiles(tmp_path), tiny_spec(), aux_layers=aux_layers)
+    advised = re.search(r"add aux_hidden_state_layer_ids (\[.*?\]) if before", str(error.value))
+    assert advised
+    write_block(tmp_path, BASE, random_block(BASE), **keys, aux_hidden_state_layer_ids=json.loads(advised[1]))
+    assert open_block(LocalFiles(tmp_path), tiny_spec(), aux_layers=aux_layers).aux_layer_ids == (1, 2)
 
 
 @pytest.mark.parametrize(
