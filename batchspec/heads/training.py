@@ -121,7 +121,8 @@ def _stored_dtype(spec: ModelSpec) -> torch.dtype:
 
 def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) -> dict[str, Any]:
     """What the result depends on. Where it is trained, and how often it is saved, may change between two runs of one training."""
-    keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
+    unused = {"save_s"} if run.draft.name == "block" else {"save_s", "anchors"}
+    keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key not in unused}
     files = [file for source in sources for file in source.files]
     content = json.dumps([file.identity for file in files])
     read = ("name", "path", "aux_layers", "num_speculative_tokens", "parallel")

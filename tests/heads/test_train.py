@@ -387,6 +387,7 @@ def test_a_folder_of_something_else_is_left_alone(made: Path, tmp_path: Path, ca
     (tmp_path / "file").write_text("x")
     assert "is a file" in refused(OutputError, made, tmp_path / "file", capfd)
     assert train(made, tmp_path / "h", "train.steps=2") == 0
+    assert "train.anchors" not in record(tmp_path / "h")["facts"], "a key of draft=block, which earlier versions did not have"
     said = refused(OutputError, made, tmp_path / "h", capfd, "train.steps=3")
     assert said.endswith("belongs to a training with train.steps 2, now 3; give another folder, or output.overwrite=true")
     assert train(made, tmp_path / "h", "train.steps=3", "output.overwrite=true") == 0
