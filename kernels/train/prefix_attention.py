@@ -219,7 +219,8 @@ def tile_of(head_dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _lanes(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    lanes: int = max(16, triton.next_power_of_2(head_dim))
+    return lanes
 
 
 def _launch_args(q: Tensor, k: Tensor) -> dict[str, int]:
