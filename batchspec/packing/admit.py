@@ -310,8 +310,18 @@ class Admission:
         return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows, prompts, strict=True))
 
     def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
-        prompt = prompt_cell(row, self.columns.prompt_kind)
-        settings, values = self.settings, self.settings.values(row)
+        prompt, values = prompt_cell(row, self.columns.prompt_kind), self.settings.values(row)
+        try:
+            yield from self._samples(row, prompt, values, request_id, row_index, shard)
+        except BadRow as bad:
+            bad.num_samples = int(values["n"])
+            raise
+
+    def _samples(
+        self, row: dict[str, Any], prompt: Any, values: Mapping[str, Any], request_id: str, row_index: int, shard: int
+    ) -> Iterator[Request]:
+        """The requests of a row. values: its numbers, as from `RowSettings.values`."""
+        settings = self.settings
         stop, stop_ids = settings.stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"]) if self.task.decodes else 0
         min_new_tokens = min(int(values["min_new_tokens"]), max_new_tokens)
@@ -323,11 +333,7 @@ class Admission:
         adapter = settings.adapter(row.get("adapter"))
         choice = tool_choice(row, self._form_name)
         prompt = self._rows_of_task.prompt(prompt, row)
-        try:
-            found = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
-        except BadRow as bad:
-            bad.num_samples = int(values["n"])
-            raise
+        found = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
         prompt_ids = self._rows_of_task.ids(found.ids)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)

@@ -44,12 +44,13 @@ class OpenShards:
     def planned(self, admitted: AdmittedShard) -> Iterator[list[Request]]:
         """Yield for each planned row of a shard a list of none or one request. The shard is open once all were taken."""
         opened = _OpenShard(admitted.shard)
-        for planned in self._rows(admitted.shard, admitted.entries):
-            known = () if planned is None else self._journaled.known(planned)
-            opened.num_outputs += max(1, len(known))
-            opened.num_carried += planned is None
-            opened.completions += [entry for entry in known if isinstance(entry, Completion)]
-            yield [self._predicted(entry) for entry in known if isinstance(entry, Request)]
+        for planned in self._rows(admitted.shard, self._journaled.with_finished(admitted.entries)):
+            known = None if planned is None else self._journaled.known(planned)
+            opened.num_outputs += 1
+            opened.num_carried += known is None
+            if isinstance(known, Completion):
+                opened.completions.append(known)
+            yield [self._predicted(known)] if isinstance(known, Request) else []
         self._open[admitted.shard.index] = opened
         if opened.is_done:
             self._done.append(admitted.shard.index)

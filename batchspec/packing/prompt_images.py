@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from batchspec.console.text import quoted
-from batchspec.data.dataset.image_files import ImageFiles
+from batchspec.data.dataset.image_files import MISSING_IMAGE, ImageFiles
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
@@ -52,13 +52,14 @@ class PromptImages:
         least, most = (number_option(name, row) for name in ("min_pixels", "max_pixels"))
         if least is None and most is None:
             return self.processor
+        try:
+            found = self.processor.within(None if least is None else int(least), None if most is None else int(most))
+        except ValueError as error:
+            raise BadRow("bad_parameter", f"{error}; correct it or leave it null") from None
         if most is not None and most > self.processor.max_pixels:
             limit = f"the job's limit of {self.processor.max_pixels}"
             raise BadRow("bad_parameter", f"max_pixels={int(most)} exceeds {limit}; lower it or raise input.max_pixels")
-        try:
-            return self.processor.within(None if least is None else int(least), None if most is None else int(most))
-        except ValueError as error:
-            raise BadRow("bad_parameter", f"{error}; correct it or leave it null") from None
+        return found
 
     def placed(
         self, turns: Sequence[Message], given: Sequence[Any], cell: Any, *, adds: bool
@@ -74,7 +75,7 @@ class PromptImages:
         if self.from_column:
             turns, given = _with_marks(turns, given)
             if adds and cell is None:
-                raise BadRow("missing_image", "the row's image is null; give one, or drop the row")
+                raise BadRow(MISSING_IMAGE, "the row's image is null; give one, or drop the row")
             if adds and not given:
                 turns[-1] = {**turns[-1], "content": [*(IMAGE_PART for _ in column), *_parts(turns[-1]["content"])]}
                 given = [FromColumn()] * len(column)
@@ -98,7 +99,7 @@ class PromptImages:
         if isinstance(given, bytes | bytearray | memoryview):
             return bytes(given)
         if given is None or given == "":
-            raise BadRow("missing_image", f"image {number} is null; give its bytes, or take its part out of the chat")
+            raise BadRow(MISSING_IMAGE, f"image {number} is null; give its bytes, or take its part out of the chat")
         if not isinstance(given, str):
             raise BadRow("bad_image", f"image {number} must be bytes, {{bytes, path}}, a path or a data URL; correct it")
         if given.startswith("data:"):
@@ -108,7 +109,7 @@ class PromptImages:
         said = "the path {}, and input.image_root is not set; set it, or give the image's bytes"
         if "://" in given:
             said = "the URL {}, and URLs are not downloaded; give its bytes"
-        raise BadRow("missing_image", f"image {number} is {said.format(quoted(given[:80]))}")
+        raise BadRow(MISSING_IMAGE, f"image {number} is {said.format(quoted(given[:80]))}")
 
     def expanded(self, ids: Ids, images: Sequence[bytes], row: Mapping[str, Any]) -> Prompt:
         """The prompt in which each placeholder is as many tokens as its image takes, by the limits on pixels of this row."""

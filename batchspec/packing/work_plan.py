@@ -88,7 +88,7 @@ class WorkPlan(Protocol):
         that needs no decoding (a bad row), or None for a row that is carried over unchanged.
 
         shard     whole, or a slice of one
-        admitted  what admission makes of its rows
+        admitted  what admission makes of its rows, with the answers that are saved of refused ones (`Journaled.with_finished`)
         """
 
     def carries_over(self, shard: int) -> bool:

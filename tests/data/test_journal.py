@@ -84,20 +84,24 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert found.snapshots == {(9, 0): LEFT}
 
 
-def test_finished_samples_of_a_row_whose_image_is_missing_now_stay(tmp_path: Path) -> None:
-    """The others are the error. Rows without a finished sample are as admission said, and so is every other error."""
+@pytest.mark.parametrize("code", ["missing_image", "bad_image", "large_image", "image_count", "too_long", "bad_text"])
+def test_finished_samples_of_a_row_that_is_refused_now_stay(code: str) -> None:
+    """The others are the error. Rows without a finished sample are as admission said."""
     assert BAD.error is not None
     done = FULL.replace(image_digest="ab")
     failed = done.replace(sample_index=3, error=BAD.error)
-    saved = Journaled({(7, 1): done, (7, 3): failed, (8, 0): done.replace(row_index=8, sample_index=0, image_digest=None)}, {})
-    missing = BAD.replace(row_index=7, num_samples=4, error=replace(BAD.error, code="missing_image"))
-    first, second, third, fourth = saved.known(missing)
+    saved = Journaled({(7, 1): done, (7, 3): failed}, {(9, 0): LEFT})
+    refused = BAD.replace(row_index=7, num_samples=4, error=replace(BAD.error, code=code))
+    first, second, third, fourth = saved.with_finished([refused])
     assert second is done
-    assert [(one.sample_index, one.error) for one in (first, third, fourth) if isinstance(one, Completion)] == [
-        (0, missing.error), (2, missing.error), (3, missing.error)
+    assert [(one.sample_index, one.num_samples, one.error) for one in (first, third, fourth) if isinstance(one, Completion)] == [
+        (0, 1, refused.error), (2, 1, refused.error), (3, 1, refused.error)
     ]
-    for other in (BAD, missing.replace(row_index=8, num_samples=1), BAD.replace(row_index=7, num_samples=4)):
-        assert saved.known(other) == (other,)
+    one_sample = refused.replace(sample_index=1, num_samples=1)
+    assert [*saved.with_finished([one_sample])] == [done]
+    for other in (BAD, refused.replace(row_index=9), one_sample.replace(sample_index=2), refused.replace(num_samples=1)):
+        assert [*saved.with_finished([other])] == [other]
+        assert saved.known(other) is other
 
 
 def test_every_array_of_a_completion_is_stored() -> None:

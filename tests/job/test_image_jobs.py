@@ -351,8 +351,13 @@ def test_an_image_processor_in_processor_config_has_precedence(vl: Path, tmp_pat
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_finished_answer_stays_if_the_file_of_its_image_is_missing_later(n: int, vl: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "later", "refused"),
+    [(1, None, "missing_image"), (3, None, "missing_image"), (1, b"none", "bad_image"), (3, png(20_000, 9000), "large_image")],
+)
+def test_a_finished_answer_stays_if_the_file_of_its_image_is_refused_later(
+    n: int, later: bytes | None, refused: str, vl: Path, tmp_path: Path
+) -> None:
     """Of rows that were not finished each sample is the error."""
     (tmp_path / "a.png").write_bytes(A)
     caps = (3, 3, 3, 80, 3, 80)
@@ -365,9 +370,11 @@ def test_a_finished_answer_stays_if_the_file_of_its_image_is_missing_later(n: in
     code, said = run_apart(cut, tmp_path / "log", partial(signalled_after_commits, 1, signal.SIGTERM))
     assert code != 0, said
     (tmp_path / "a.png").unlink()
+    if later is not None:
+        (tmp_path / "a.png").write_bytes(later)
     assert run.main(cut) == 0
     found = [(row["row_index"], code_of(row)[0] or len(row["token_ids"])) for row in written(tmp_path)]
-    expected = [[(i, 3)] * n if most == 3 else [(i, "missing_image")] for i, most in enumerate(caps)]
+    expected = [[(i, 3)] * n if most == 3 else [(i, refused)] for i, most in enumerate(caps)]
     assert found == [row for rows_of_one in expected for row in rows_of_one]
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -27,6 +28,7 @@ from batchspec.commands import plan, verify
 from batchspec.config.compose import compose
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.runstate.generations import Generation, Generations, folder_of
+from batchspec.data.runstate.journal import Journaled
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.storage.open_store import open_store
 from batchspec.engine.loop.engine import Engine
@@ -39,7 +41,9 @@ from batchspec.job.report.status import StatusReader
 from batchspec.job.run_job import run_job
 from batchspec.job.runner.new_retry import new_retry
 from batchspec.job.runner.retry_plan import RetryPlan
+from batchspec.packing.open_shards import OpenShards
 from batchspec.packing.survey import Survey
+from batchspec.packing.work_plan import AdmittedShard
 from batchspec.records import Completion, Request, RowError
 from batchspec.request_stream import RequestStream
 from tests.data.s3_lab import BUCKET, Lab, running_lab
@@ -588,3 +592,29 @@ def test_on_s3_a_shard_is_replaced_only_in_the_version_that_was_read(
     another = replace(late.generation, retry="error")
     with pytest.raises(OutputError, match="another run began"):
         late.retry(another)
+
+
+@pytest.mark.parametrize("kind", ["error", "length"])
+def test_a_row_that_is_refused_now_loses_no_sample_that_the_output_or_the_interrupted_retry_has(kind: str) -> None:
+    """Sample 0 is to be computed again, or is carried over; the retry finished sample 1 before; sample 2 is carried over."""
+    table = pa.table({"prompt": ["a"]})
+    shard = InputShard(index=0, first_row=0, table=table)
+    missing = RowError(code="missing_image", stage="admission", message="a.png", retryable=True)
+    refused = Completion(
+        request_id="a", row_index=0, sample_index=0, shard=0, status="error", finish_reason="error", num_samples=3, error=missing
+    )
+    again = {"status": "error", "finish_reason": "error", "error": {"retryable": True}}
+    if kind == "length":
+        again = {"status": "ok", "finish_reason": "length", "error": None}
+    good = {"status": "ok", "finish_reason": "stop", "error": None}
+    done = refused.replace(sample_index=1, num_samples=1, status="ok", finish_reason="stop", error=None)
+    for first in (again, good):
+        rows = [{"row_index": 0, "sample_index": i, **own} for i, own in enumerate((first, again, good))]
+        output: Any = SimpleNamespace(committed=lambda: {0}, written=lambda shard, rows=rows: (pa.Table.from_pylist(rows), "v"))
+        plan = RetryPlan(output, Generation(number=1, retry=kind, fingerprint={}, config={}, shards=(0,)))
+        opened = OpenShards(plan.rows, lambda request: request, Journaled({(0, 1): done}))
+        assert [*opened.planned(AdmittedShard(shard, iter([refused])))] == [[], [], []]
+        (decoded,) = opened.complete()
+        found = {one.sample_index: one.error for one in decoded.completions}
+        assert found == ({0: missing, 1: None} if kind == "error" and first is again else {1: None})
+        assert decoded.num_carried == 3 - len(found)

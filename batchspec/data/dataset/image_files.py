@@ -12,6 +12,9 @@ from batchspec.data.storage.places import LocalPlace, RemotePlace, place_of
 from batchspec.errors import BadRow, ConfigError, InputError
 from batchspec.process.local_files import open_regular
 
+MISSING_IMAGE = "missing_image"
+"""Code of the error of a row whose image is not there, or not where images are read."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
@@ -37,14 +40,14 @@ class ImageFiles:
     def read(self, path: str, number: int, most: int) -> bytes:
         """The bytes of a file, of a larger one the first `most`. number: of the image in its row, from 1, for messages.
 
-        Links are followed. Raises BadRow (missing_image) for a file outside of the folder, and for one that cannot be read, which
+        Links are followed. Raises BadRow (MISSING_IMAGE) for a file outside of the folder, and for one that cannot be read, which
         may be there later; StorageError for a store that does not answer.
         """
         where = f"image {number} is the file {quoted(path[:200])}"
         inner = path.removeprefix(f"{str(self.place).rstrip('/')}/") if isinstance(self.place, RemotePlace) else path
         if "://" in inner:
             said = f"the URL {quoted(path[:80])}, and URLs are not downloaded; give its bytes"
-            raise BadRow("missing_image", f"image {number} is {said}")
+            raise BadRow(MISSING_IMAGE, f"image {number} is {said}")
         try:
             if isinstance(self.place, RemotePlace):
                 found = self._remote(self.place, inner, most)
@@ -55,9 +58,9 @@ class ImageFiles:
                     found = opened.read(most)
         except (OSError, RuntimeError, ValueError, InputError) as error:  # RuntimeError: links that lead to each other
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise BadRow("missing_image", f"{where} of input.image_root={self.root}: {said}", retryable=True) from None
+            raise BadRow(MISSING_IMAGE, f"{where} of input.image_root={self.root}: {said}", retryable=True) from None
         if found is None:
-            raise BadRow("missing_image", f"{where}, which is outside of input.image_root={self.root}; correct it")
+            raise BadRow(MISSING_IMAGE, f"{where}, which is outside of input.image_root={self.root}; correct it")
         return found
 
     def _below(self, path: str) -> Path | None:

@@ -19,7 +19,7 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,8 +38,6 @@ Key = tuple[int, int]
 """row_index and sample_index."""
 
 log = logging.getLogger(__name__)
-MISSING_IMAGE = "missing_image"
-"""Code of the error of a row whose image cannot be read now (`packing/prompt_images.py`)."""
 
 
 @dataclass(slots=True)
@@ -58,22 +56,28 @@ class Journaled:
         for key in self.completions:
             self.snapshots.pop(key, None)
 
-    def known(self, entry: Request | Completion) -> Sequence[Request | Completion]:
-        """The saved state of an admitted row: the finished row, the request with its saved tokens, or `entry` if nothing is
-        saved. Samples that were finished stay so if a file of their images is missing now, and each of the others has that error.
-        Raises InputError for tokens that were saved for other images."""
-        if isinstance(entry, Completion):
-            if entry.error is None or entry.error.code != MISSING_IMAGE:
-                return (entry,)
-            samples = range(entry.num_samples)
+    def with_finished(self, admitted: Iterable[Request | Completion]) -> Iterator[Request | Completion]:
+        """The admitted rows, in which no error replaces a finished answer: of a row that is refused now, because the file of an
+        image is missing or another one, say, the samples that were finished stay so, and each of the others has the error. A plan
+        reads this, so that each sample meets its own row of the output."""
+        for entry in admitted:
+            if isinstance(entry, Request):
+                yield entry
+                continue
+            samples = range(entry.sample_index, entry.sample_index + entry.num_samples)
             saved = [self.completions.get((entry.row_index, sample)) for sample in samples]
-            finished = [done if done is not None and done.image_digest and done.error is None else None for done in saved]
+            finished = [done if done is not None and done.error is None else None for done in saved]
             if not any(finished):
-                return (entry,)
-            return [done or entry.replace(sample_index=i) for i, done in enumerate(finished)]
-        return (self._of_request(entry),)
+                yield entry
+                continue
+            for sample, done in zip(samples, finished, strict=True):
+                yield done or entry.replace(sample_index=sample, num_samples=1)
 
-    def _of_request(self, entry: Request) -> Request | Completion:
+    def known(self, entry: Request | Completion) -> Request | Completion:
+        """The saved state of an admitted row: the finished row, the request with its saved tokens, or `entry` if nothing is
+        saved. Raises InputError for tokens that were saved for other images."""
+        if isinstance(entry, Completion):
+            return entry
         key = entry.row_index, entry.sample_index
         done, snapshot = self.completions.get(key), self.snapshots.get(key)
         for saved in (done, snapshot):

@@ -96,16 +96,19 @@ class RetryPlan:
         return {(row["row_index"], row["sample_index"]): row for row in rows}
 
     def _planned(self, entry: Request | Completion, row: Row | None) -> Request | Completion | None:
-        """The plan for one output row; None carries it over."""
+        """The plan for one output row; None carries it over. entry: an answer only if this retry finished it before it was
+        interrupted, and the row is refused now (`Journaled.with_finished`)."""
         if row is None:  # the old row of sample 0 is the error of all samples
             return entry
         if self._kind == "error":
             anew = row["status"] == "error" and bool(row["error"]["retryable"])
-        elif isinstance(entry, Request) and row["finish_reason"] == self._kind:
+        elif row["finish_reason"] != self._kind:
+            anew = False
+        elif isinstance(entry, Completion):
+            anew = entry.error is None
+        else:
             # A row that was cut off and has no room for more tokens is kept; one that repeated itself there was cut off now.
             anew = self._kind == "repetition" or entry.device_limit > _num_tokens(row)
-        else:
-            anew = False
         if not anew:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry

@@ -164,8 +164,8 @@ class SuspectShards:
     def _planned(self, shard: InputShard, row: int) -> Iterator[Request | Completion | None]:
         """`WorkPlan.rows` of one input row, with the saved work of earlier runs."""
         one = _slice(shard, row)
-        for entry in self._plan.rows(one, self._job.admission.admit_compiled(one)):
-            yield from (None,) if entry is None else self._journaled.known(entry)
+        for entry in self._plan.rows(one, self._journaled.with_finished(self._job.admission.admit_compiled(one))):
+            yield None if entry is None else self._journaled.known(entry)
 
     def _saving_checkpoints(self, entries: Sequence[Request | Completion | None]) -> OnRound:
         """Record the checkpoint that earlier runs reached. Returns what is to be called after each round: it saves the tokens of
