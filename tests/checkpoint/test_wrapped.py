@@ -157,6 +157,16 @@ def test_the_language_model_is_that_of_text_config(kind: str, family: str) -> No
     assert wrapped(kind, **outer).unread == ()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("mistral3", "Mistral3ForConditionalGeneration"), ("gemma3", "Gemma3ForConditionalGeneration")]
+)
+def test_text_config_may_repeat_the_class_of_the_whole_model(kind: str, name: str) -> None:
+    """transformers from 4.52 on writes it."""
+    assert wrapped(kind, {"architectures": [name]}, architectures=[name]) == wrapped(kind)
+    with pytest.raises(CheckpointError, match=r"architectures=.* is not supported"):
+        wrapped(kind, {"architectures": ["Qwen2_5_VLForConditionalGeneration"]})
+
+
 def test_a_file_that_leaves_most_to_the_defaults_of_transformers_is_read() -> None:
     """The config.json of Gemma 3 4B."""
     text = {

@@ -201,7 +201,9 @@ def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
     for key in _OF_IMAGES:
         config.given(key)  # it counts as read, although nothing depends on it
     kind = text.text("model_type", wrapper.text) if wrapper.text_varies else wrapper.text
-    text = text.replaced(architectures=None, vision_config=None) if is_flat else text.under(config, _OF_THE_MODEL)
+    text = text.replaced(vision_config=None) if is_flat else text.under(config, _OF_THE_MODEL)
+    if text.texts("architectures") == (wrapper.architecture,):  # transformers from 4.52 on writes the wrapper's own there too
+        text = text.replaced(architectures=None)
     return text.replaced(model_type=kind).filled(wrapper.text_defaults)
 
 
