@@ -61,7 +61,7 @@ def read_pixtral_processor(
 
     Raises CheckpointError for an unknown key, a value that would change the pixels, and what does not fit config.json.
     """
-    rest = check_usual(values, where, _TYPES, do_pad=(True, None), default_to_square=(True,))
+    rest = check_usual(values, where, _TYPES, do_pad=(True, None))
     given = rest.pop("patch_size", patch)
     if given not in (patch, {"height": patch, "width": patch}):
         raise refusal(where, "patch_size", given, f"config.json says {patch}; correct one of them")

@@ -26,14 +26,21 @@ MOST_ASPECT = 200
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _USUAL: dict[str, Any] = {
     "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
-    "rescale_factor": 1 / 255, "data_format": "channels_first", "default_to_square": False, "do_center_crop": None,
+    "rescale_factor": 1 / 255, "data_format": "channels_first", "do_center_crop": None,
     "do_pad": None, "pad_size": None, "crop_size": None, "input_data_format": None, "return_tensors": None, "device": None,
     "disable_grouping": None, "image_seq_length": None,
 }
 """Keys -> the only supported value."""
-_UNREAD = ("image_processor_type", "processor_class", "feature_extractor_type", "_processor_class", "image_processor_class")
-"""Names of classes."""
-_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", "Qwen3VLImageProcessor", None)
+_UNREAD = (
+    "image_processor_type", "processor_class", "feature_extractor_type", "_processor_class", "image_processor_class",
+    "default_to_square",
+)
+"""Names of classes; default_to_square applies to a `size` that is one number, which is refused."""
+_TYPES = (
+    "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", "Qwen3VLImageProcessor",
+    "Qwen2_5_VLImageProcessor", None,
+)
+"""The last name is a copy of the first in a development version of transformers, with which models were published."""
 
 
 class Fit(NamedTuple):

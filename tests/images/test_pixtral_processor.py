@@ -14,10 +14,11 @@ from PIL import Image
 from transformers import PixtralImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
-from batchspec.errors import CheckpointError
+from batchspec.errors import BadRow, CheckpointError
 from batchspec.images.decode import decode
 from batchspec.images.header import BadImage
 from batchspec.images.pixtral_processor import PixtralProcessor, read_pixtral_processor
+from batchspec.packing.prompt_images import PromptImages
 from tests.helpers.image_models import PIXTRAL, picture
 
 
@@ -51,6 +52,23 @@ def test_pixels_are_those_of_transformers_bit_for_bit(height: int, width: int, s
     assert torch.equal(torch.from_numpy(found).permute(2, 0, 1), expected)
 
 
+@pytest.mark.parametrize("square", [True, False, None])
+def test_a_whole_file_of_a_fast_processor_is_read_and_default_to_square_changes_nothing(square: bool | None) -> None:
+    values: dict[str, Any] = {
+        "crop_size": None, "data_format": "channels_first", "default_to_square": square, "device": None, "do_center_crop": None,
+        "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "image_mean": [0.5, 0.4, 0.5],
+        "image_processor_type": "PixtralImageProcessorFast", "image_std": [0.5, 0.3, 0.5], "input_data_format": None,
+        "patch_size": {"height": 4, "width": 4}, "processor_class": "PixtralProcessor", "resample": 3,
+        "rescale_factor": 0.00392156862745098, "return_tensors": None, "size": {"longest_edge": 61},
+    }  # of transformers 4
+    saved = PixtralImageProcessorPil(**values | {"image_processor_type": None}).to_dict()  # type: ignore[no-untyped-call]
+    for own in (values, saved | {"image_processor_type": "PixtralImageProcessor"}):
+        found = read_pixtral_processor(
+            own, "preprocessor_config.json", patch=4, merge=2, placeholder=7, row_end=8, image_end=9
+        )
+        assert found == processor()
+
+
 def test_rows_of_embeddings_end_with_tokens_of_text() -> None:
     own = processor()
     assert own.grid(own.fit(16, 20)) == (2, 3)
@@ -66,6 +84,8 @@ def test_limits_on_pixels_do_not_apply() -> None:
         own.within(None, 64)
     with pytest.raises(ValueError, match="min_pixels=64 does not apply"):
         own.within(64, None)
+    with pytest.raises(BadRow, match=r"max_pixels=999999999 does not apply to this model.* leave it null$"):
+        PromptImages(own, True, None).processor_of({"max_pixels": 999_999_999})
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from batchspec.errors import CheckpointError
 from batchspec.images.header import BadImage
 from batchspec.images.processor import Fit, ImageProcessor, read_processor
-from tests.helpers.image_models import PREPROCESSOR
+from tests.helpers.image_models import PREPROCESSOR, picture
 
 
 def processor(patch: int = 16, merge: int = 2, **keys: Any) -> ImageProcessor:
@@ -43,6 +46,32 @@ def test_min_pixels_and_max_pixels_replace_those_of_size() -> None:
 
 def test_null_counts_as_missing_where_the_usual_value_is_null() -> None:
     assert processor(do_pad=None, crop_size=None, device=None) == processor()
+
+
+FAST: dict[str, Any] = {
+    "crop_size": None, "data_format": "channels_first", "default_to_square": True, "device": None, "disable_grouping": None,
+    "do_center_crop": None, "do_convert_rgb": True, "do_normalize": True, "do_pad": None, "do_rescale": True, "do_resize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_processor_type": "Qwen2VLImageProcessorFast",
+    "image_std": [0.26862954, 0.26130258, 0.27577711], "input_data_format": None, "max_pixels": 12845056, "merge_size": 2,
+    "min_pixels": 3136, "pad_size": None, "patch_size": 14, "processor_class": "Qwen2_5_VLProcessor", "resample": 3,
+    "rescale_factor": 0.00392156862745098, "return_tensors": None, "size": {"longest_edge": 12845056, "shortest_edge": 3136},
+    "temporal_patch_size": 2,
+}
+"""A whole file of a fast processor of transformers 4."""
+
+
+@pytest.mark.parametrize("kind", [None, "Qwen2_5_VLImageProcessor"])
+@pytest.mark.parametrize("square", [True, False, None])
+def test_a_whole_file_of_a_fast_processor_is_read_and_default_to_square_changes_nothing(square: Any, kind: str | None) -> None:
+    values = {**FAST, "default_to_square": square, "image_processor_type": kind or FAST["image_processor_type"]}
+    own = read_processor(values, "preprocessor_config.json", patch=14, merge=2, frames=2, placeholder=7)
+    assert (own.min_pixels, own.max_pixels) == (3136, 12845056)
+    image = Image.open(io.BytesIO(picture(50, 71, 0)))
+    theirs: Any = Qwen2VLImageProcessorPil(**values | {"image_processor_type": None})
+    saved = theirs.to_dict() | {"image_processor_type": "Qwen2VLImageProcessor"}
+    assert read_processor(saved, "preprocessor_config.json", patch=14, merge=2, frames=2, placeholder=7) == own
+    _, height, width = theirs([image], return_tensors="pt")["image_grid_thw"][0].tolist()
+    assert own.fit(50, 71) == Fit(14 * height, 14 * width)
 
 
 def test_limits_on_pixels_of_a_job_or_a_row_replace_those_of_the_model() -> None:
