@@ -333,6 +333,14 @@ def read_text(path: Path) -> str:
         raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; download the file again") from None
 
 
+def no_tokenizer(folder: Path) -> CheckpointError:
+    """The refusal of a model folder without tokenizer.json."""
+    advice = "tekken.json is not read; add a tokenizer.json made from it, as converted copies of the model have"
+    if not has_file(folder / "tekken.json"):
+        advice = "save the tokenizer in the fast format"
+    return CheckpointError(f"{shown(folder)}: no tokenizer.json; {advice}")
+
+
 def shown(path: Path) -> str:
     """A path for messages: `owner/name/config.json` for a file in the hub's cache, any other path unchanged."""
     parts = path.parts

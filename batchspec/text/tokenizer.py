@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from batchspec.automata.token_automaton import TokenSymbols
-from batchspec.checkpoint.config_values import has_file, read_text, shown
+from batchspec.checkpoint.config_values import has_file, no_tokenizer, read_text, shown
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, TokenizerFails
@@ -56,7 +56,7 @@ class Tokenizer:
         """`date` is what the templates take for today, in ISO format: input.template_date."""
         path = folder / "tokenizer.json"
         if not has_file(path):
-            raise CheckpointError(f"{shown(folder)}: no tokenizer.json; save the tokenizer in the fast format")
+            raise no_tokenizer(folder)
         text = read_text(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)

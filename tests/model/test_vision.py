@@ -205,6 +205,8 @@ def test_a_key_of_qwen2_5_vl_that_changes_what_is_computed_is_refused(keys: Any,
         ("config.json", {"vision_feature_layer": -2}, "vision_feature_layer=-2 is not supported"),
         ("config.json", {"image_token_index": 5}, "image_token_index=5 is not the image_token of the tokenizer, 301"),
         ("config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act=relu"),
+        ("config.json", {"text_config": {"model_type": "mistral4"}}, "model_type=mistral4 with images is not supported; leave"),
+        ("config.json", {"text_config": {"vocab_size": 302, "hidden_size": 64}}, "=302 is outside the vocabulary of 302 tokens"),
         ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size=1: config.json says 2"),
         ("processor_config.json", {"image_end_token": "[IMG_END]"}, r"no added token \[IMG_END\]"),
     ],
@@ -215,6 +217,33 @@ def test_files_of_mistral3_that_contradict_each_other_are_refused(file: str, key
     with pytest.raises(CheckpointError, match=said) as caught:
         load_vision(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"), [(None, "save the tokenizer in the fast format"), ("tekken.json", "tekken.json is not read; add a")]
+)
+def test_mistral3_without_tokenizer_json_is_refused(other: str | None, said: str, tmp_path: Path) -> None:
+    make_image_model(tmp_path, "mistral3")
+    (tmp_path / "tokenizer.json").unlink()
+    if other is not None:
+        (tmp_path / other).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"no tokenizer\.json; {said}"):
+        load_vision(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rotation_of_a_vision_encoder_may_be_called_default(kind: str, tmp_path: Path) -> None:
+    make_image_model(tmp_path, kind)
+    expected, file = load_vision(tmp_path), tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for name, theta in (("default", expected.theta), ("axial", 70.0), ("yarn", None)):
+        config["vision_config"]["rope_parameters"] = {"rope_type": name, "rope_theta": theta}
+        file.write_text(json.dumps(config))
+        if theta is None:
+            with pytest.raises(CheckpointError, match=r"rope_type=.*yarn.*supported is axial"):
+                load_vision(tmp_path)
+        else:
+            assert load_vision(tmp_path) == replace(expected, theta=theta)
 
 
 def refused_key(folder: Path, tmp_path: Path, part: str, keys: Any, said: str) -> None:

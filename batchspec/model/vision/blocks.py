@@ -46,8 +46,8 @@ def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:
 
 def axial_angles(coords: Tensor, dim: int, theta: float, *, own_frequencies: bool = False) -> tuple[Tensor, Tensor]:
     """2D RoPE: cos and sin fp32 [N, dim/2] of a rotation by the row in the first half of the pairs of a head, by the column in
-    the others. coords int64 [2, N]; own_frequencies: rows and columns take turns in the frequencies of a head, else both have the
-    first of each two."""
+    the others. coords int64 [2, N]; own_frequencies: rows use frequencies 0, 2, 4, ... of a head, columns 1, 3, 5, ... (Pixtral);
+    else both use those of rows (Qwen)."""
     freqs = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=coords.device) / dim)
     of_rows, of_cols = freqs[0::2], freqs[1::2] if own_frequencies else freqs[0::2]
     angles = torch.cat((coords[0, :, None].float() * of_rows, coords[1, :, None].float() * of_cols), 1)

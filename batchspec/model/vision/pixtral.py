@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.checkpoint.config_values import read_json, shown
+from batchspec.checkpoint.config_values import has_file, no_tokenizer, read_json, shown
 from batchspec.errors import CheckpointError
 from batchspec.images.pixtral_processor import read_pixtral_processor
 from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
@@ -27,7 +27,7 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.vision.blocks import AttentionWithin, axial_angles
 from batchspec.model.vision.encoder import ACTIVATIONS, PatchEncoder, Patches, activate
 from batchspec.model.vision.qwen3_vl import UNREAD
-from batchspec.model.vision.spec import VisionFiles, VisionSpec
+from batchspec.model.vision.spec import VisionFiles, VisionSpec, check_token, checked_theta
 
 EPS = 1e-5
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
@@ -44,8 +44,10 @@ _INTEGERS = {
     "spatial_merge_size": (1, 16), "image_token_index": (0, 2**31 - 1), "image_token_id": (0, 2**31 - 1), "head_dim": (4, 2**12),
 }
 _UNREAD = (*UNREAD, "image_size", "attention_dropout", "vocab_size")
+_LANGUAGE_MODELS = ("mistral", "ministral3")
+"""Families of the language model that are tested with images."""
 _TEXTS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
-"""Keys of processor_config.json that name tokens, with what counts without them."""
+"""Keys of processor_config.json that name tokens, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,42 +98,43 @@ def read_pixtral(files: VisionFiles) -> VisionSpec:
     config = files.config.ranged(_INTEGERS)
     found = "vision_config" in config.objects()
     own = config.part("vision_config").ranged(_INTEGERS).filled(_SHAPE if found else _WITHOUT)
-    rope = own.part("rope_parameters") if "rope_parameters" in own.objects() else own.filled({"rope_theta": 10_000.0})
     if own.text("model_type", "pixtral") != "pixtral":
         raise own.refusal(f"{own.shown('model_type')} is not supported; supported is pixtral")
     known = {*_SHAPE, *_UNREAD, "head_dim", "rope_parameters", "rope_theta"}
-    if unknown := [key for key in own if key not in known and own.given(key)]:
-        raise own.refusal(f"{own.shown(unknown[0])} is unknown; remove the key if it changes nothing")
-    act, projector_act = own.text("hidden_act"), config.text("projector_hidden_act", "gelu")
-    if not {act, projector_act} <= {*ACTIVATIONS}:
-        named = f"{own.shown('hidden_act')} or projector_hidden_act={projector_act}"
-        raise own.refusal(f"{named} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    theta = checked_theta(own, known, ACTIVATIONS, heads="num_attention_heads")
+    projector_act = config.text("projector_hidden_act", "gelu")
+    if projector_act not in ACTIVATIONS:
+        raise config.refusal(f"projector_hidden_act={projector_act} is not supported; supported are {', '.join(ACTIVATIONS)}")
     size, heads, patch = own.integer("hidden_size"), own.integer("num_attention_heads"), own.integer("patch_size")
-    if size % heads or (size // heads) % 4 or own.integer("head_dim", size // heads) != size // heads:
-        raise own.refusal(f"num_attention_heads={heads} must divide hidden_size={size} into heads of a multiple of 4; correct it")
-    if rope.text("rope_type", "axial") not in ("axial", "default"):
-        raise rope.refusal(f"{rope.shown('rope_type')} is not supported; supported is axial")
+    if (head_dim := own.integer("head_dim", size // heads)) != size // heads:
+        raise own.refusal(f"head_dim={head_dim} is not hidden_size={size} / num_attention_heads={heads}; correct one of them")
     if config.differs("vision_feature_layer", None, -1):
         raise config.refusal(f"{config.shown('vision_feature_layer')} is not supported; supported is -1, the last layer")
     text, merge = config.part("text_config"), config.integer("spatial_merge_size", 2)
-    usual_eps = 1e-5 if text.text("model_type") == "ministral3" else 1e-6
+    if (kind := text.text("model_type", "mistral")) not in _LANGUAGE_MODELS:
+        advice = "leave the images out (input.columns.images=null, model.vision=false)"
+        raise text.refusal(f"text_config.model_type={kind} with images is not supported; {advice}")
+    usual_eps = 1e-5 if kind == "ministral3" else 1e-6
     processor = read_pixtral_processor(
         files.preprocessor, files.preprocessor_where, patch=patch, merge=merge, **_token_ids(files, patch, merge)
     )
     expected = config.integer("image_token_index", config.integer("image_token_id", 10))
     if processor.placeholder != expected:
         raise config.refusal(f"image_token_index={expected} is not the image_token of the tokenizer, {processor.placeholder}")
+    check_token(text, image_token=processor.placeholder, image_break_token=processor.row_end, image_end_token=processor.image_end)
     return PixtralSpec(
         processor=processor, axes=(), depth=own.integer("num_hidden_layers"), size=size, heads=heads,
-        inner=own.integer("intermediate_size"), hidden_size=text.integer("hidden_size"), act=ACTIVATIONS[act],
+        inner=own.integer("intermediate_size"), hidden_size=text.integer("hidden_size"), act=ACTIVATIONS[own.text("hidden_act")],
         projector_act=ACTIVATIONS[projector_act], projector_eps=text.number("rms_norm_eps", usual_eps),
-        projector_bias=config.flag("multimodal_projector_bias"), theta=rope.number("rope_theta", 10_000.0),
+        projector_bias=config.flag("multimodal_projector_bias"), theta=theta,
     )
 
 
 def _token_ids(files: VisionFiles, patch: int, merge: int) -> dict[str, Any]:
     """The ids of the tokens that an image is made of. Raises CheckpointError; also for a processor of other sizes."""
     path, where = files.folder / "processor_config.json", shown(files.folder / "tokenizer.json")
+    if not has_file(files.folder / "tokenizer.json"):
+        raise no_tokenizer(files.folder)
     processor = read_json(path)
     for key, value in (("patch_size", patch), ("spatial_merge_size", merge)):
         if processor.get(key, value) != value:

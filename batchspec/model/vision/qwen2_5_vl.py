@@ -28,8 +28,8 @@ from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant.base import Weights
 from batchspec.model.vision.blocks import AttentionWithin, Grid, axial_angles, merge_order
 from batchspec.model.vision.encoder import ACTIVATIONS, PatchEncoder, Patches, activate
-from batchspec.model.vision.qwen3_vl import INTEGERS, UNREAD
-from batchspec.model.vision.spec import VisionFiles, VisionSpec
+from batchspec.model.vision.qwen3_vl import INTEGERS, UNREAD, checked_placeholder
+from batchspec.model.vision.spec import VisionFiles, VisionSpec, checked_theta
 
 EPS = 1e-6
 _SHAPE = {
@@ -90,18 +90,9 @@ def read_qwen2_5_vl(files: VisionFiles) -> VisionSpec:
     key, and for what is not supported."""
     config = files.config.ranged(_INTEGERS).filled({"image_token_id": 151_655})
     own = config.part("vision_config").ranged(_INTEGERS).filled(_SHAPE)
-    rope = own.part("rope_parameters") if "rope_parameters" in own.objects() else None
-    if unknown := [key for key in own if key not in {*_SHAPE, *_UNREAD, "rope_parameters"} and own.given(key)]:
-        raise own.refusal(f"{own.shown(unknown[0])} is unknown; remove the key if it changes nothing")
-    act, size, heads, depth = own.text("hidden_act"), own.integer("hidden_size"), own.integer("num_heads"), own.integer("depth")
-    if act not in ACTIVATIONS:
-        raise own.refusal(f"{own.shown('hidden_act')} is not supported; supported are {', '.join(ACTIVATIONS)}")
-    if size % heads or (size // heads) % 4:
-        raise own.refusal(f"num_heads={heads} does not divide hidden_size={size} into heads of a multiple of 4; correct it")
+    theta, depth = checked_theta(own, {*_SHAPE, *_UNREAD, "rope_parameters"}, ACTIVATIONS), own.integer("depth")
     if own.integer("in_channels") != 3:
         raise own.refusal("in_channels must be 3; correct it")
-    if rope is not None and rope.text("rope_type", "axial") != "axial":
-        raise rope.refusal(f"{rope.shown('rope_type')} is not supported; supported is axial")
     patch, merge = own.integer("patch_size"), own.integer("spatial_merge_size")
     window = own.integer("window_size") // merge // patch
     whole = own.integers("fullatt_block_indexes") or ()
@@ -110,20 +101,15 @@ def read_qwen2_5_vl(files: VisionFiles) -> VisionSpec:
             f"{own.shown('window_size')} must be at least {merge * patch}, and fullatt_block_indexes different layers; correct it"
         )
     text = config.part("text_config") if "text_config" in config.objects() else config  # older files have its keys beside it
-    hidden = own.integer("out_hidden_size")
-    if hidden != text.integer("hidden_size"):
-        raise own.refusal(f"out_hidden_size={hidden} is not the hidden_size of the language model; correct it")
-    placeholder = config.integer("image_token_id")
-    if placeholder >= text.integer("vocab_size"):
-        raise config.refusal(f"image_token_id={placeholder} is outside the vocabulary; correct it")
+    placeholder = checked_placeholder(config, own, text)
     processor = read_processor(
         files.preprocessor, files.preprocessor_where, patch=patch, merge=merge, frames=own.integer("temporal_patch_size"),
         placeholder=placeholder,
     )
     return Qwen2_5VlSpec(
-        processor=processor, axes=_axes(text), depth=depth, size=size, heads=heads, inner=own.integer("intermediate_size"),
-        act=ACTIVATIONS[act], hidden_size=hidden, window=window, whole=whole,
-        theta=10_000.0 if rope is None else rope.number("rope_theta", 10_000.0),
+        processor=processor, axes=_axes(text), depth=depth, size=own.integer("hidden_size"), heads=own.integer("num_heads"),
+        inner=own.integer("intermediate_size"), act=ACTIVATIONS[own.text("hidden_act")],
+        hidden_size=own.integer("out_hidden_size"), window=window, whole=whole, theta=theta,
     )
 
 

@@ -25,7 +25,7 @@ from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant.base import Weights
 from batchspec.model.vision.blocks import AttentionWithin, axial_angles, grid_positions
 from batchspec.model.vision.encoder import PatchEncoder, Patches
-from batchspec.model.vision.spec import VisionFiles, VisionSpec
+from batchspec.model.vision.spec import VisionFiles, VisionSpec, check_token, checked_theta
 
 EPS = 1e-6
 GELU: dict[str, Literal["none", "tanh"]] = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
@@ -104,39 +104,33 @@ def read_qwen3_vl(files: VisionFiles, *, sections: tuple[int, ...], deepstack: t
     own = config.part("vision_config").ranged(INTEGERS).filled(_SHAPE)
     given = own.integers("deepstack_visual_indexes")
     deepstack = deepstack if given is None else given
-    rope = own.part("rope_parameters") if "rope_parameters" in own.objects() else None
-    known = {*_SHAPE, *UNREAD, "deepstack_visual_indexes", "rope_parameters"}
-    if unknown := [key for key in own if key not in known and own.given(key)]:
-        raise own.refusal(f"{own.shown(unknown[0])} is unknown; remove the key if it changes nothing")
-    act, size, heads = own.text("hidden_act"), own.integer("hidden_size"), own.integer("num_heads")
-    if act not in GELU:
-        raise own.refusal(f"{own.shown('hidden_act')} is not supported; supported are {', '.join(GELU)}")
-    if size % heads or (size // heads) % 4:
-        raise own.refusal(f"num_heads={heads} does not divide hidden_size={size} into heads of a multiple of 4; correct it")
+    theta = checked_theta(own, {*_SHAPE, *UNREAD, "deepstack_visual_indexes", "rope_parameters"}, GELU)
     num_positions = own.integer("num_position_embeddings")
     if own.integer("in_channels") != 3 or round(num_positions**0.5) ** 2 != num_positions:
         raise own.refusal("in_channels must be 3 and num_position_embeddings a square; correct them")
-    if rope is not None and rope.text("rope_type", "axial") != "axial":
-        raise rope.refusal(f"{rope.shown('rope_type')} is not supported; supported is axial")
     text = config.part("text_config")
-    hidden, layers = own.integer("out_hidden_size"), text.integer("num_hidden_layers")
-    if hidden != text.integer("hidden_size"):
-        raise own.refusal(f"out_hidden_size={hidden} is not the hidden_size of the language model; correct it")
+    placeholder, layers = checked_placeholder(config, own, text), text.integer("num_hidden_layers")
     if len({*deepstack}) < len(deepstack) or len(deepstack) > layers or max(deepstack, default=0) >= own.integer("depth"):
         raise own.refusal(f"{own.shown('deepstack_visual_indexes')} must be different layers of the vision encoder; correct it")
-    placeholder = config.integer("image_token_id")
-    if placeholder >= text.integer("vocab_size"):
-        raise config.refusal(f"image_token_id={placeholder} is outside the vocabulary; correct it")
     processor = read_processor(
         files.preprocessor, files.preprocessor_where, patch=own.integer("patch_size"), merge=own.integer("spatial_merge_size"),
         frames=own.integer("temporal_patch_size"), placeholder=placeholder,
     )
     return Qwen3VlSpec(
-        processor=processor, axes=interleaved(_sections(text, sections)), depth=own.integer("depth"), size=size, heads=heads,
-        inner=own.integer("intermediate_size"), gelu=GELU[act], hidden_size=hidden,
-        num_positions=num_positions, deepstack=deepstack,
-        theta=10_000.0 if rope is None else rope.number("rope_theta", 10_000.0),
+        processor=processor, axes=interleaved(_sections(text, sections)), depth=own.integer("depth"),
+        size=own.integer("hidden_size"), heads=own.integer("num_heads"), inner=own.integer("intermediate_size"),
+        gelu=GELU[own.text("hidden_act")], hidden_size=own.integer("out_hidden_size"), num_positions=num_positions,
+        deepstack=deepstack, theta=theta,
     )
+
+
+def checked_placeholder(config: ConfigReader, own: ConfigReader, text: ConfigReader) -> int:
+    """image_token_id of config.json. own: vision_config; text: the keys of the language model. Raises CheckpointError if it is
+    outside the vocabulary, or embeddings of images have another size than those of tokens."""
+    if (hidden := own.integer("out_hidden_size")) != text.integer("hidden_size"):
+        raise own.refusal(f"out_hidden_size={hidden} is not the hidden_size of the language model; correct it")
+    check_token(text, image_token_id=(placeholder := config.integer("image_token_id")))
+    return placeholder
 
 
 def _sections(text: ConfigReader, usual: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,6 +33,33 @@ class VisionFiles:
     preprocessor_where: str
 
 
+def checked_theta(own: ConfigReader, known: Collection[str], acts: Collection[str], *, heads: str = "num_heads") -> float:
+    """The base of the rotation by rows and columns, after the checks of vision_config that all encoders share.
+
+    known  its supported keys; acts: supported values of hidden_act; heads: the key of the number of heads
+    Raises CheckpointError for another key or activation, heads that do not divide hidden_size or are not a multiple of 4, and
+    another rotation.
+    """
+    if unknown := [key for key in own if key not in known and own.given(key)]:
+        raise own.refusal(f"{own.shown(unknown[0])} is unknown; remove the key if it changes nothing")
+    if own.text("hidden_act") not in acts:
+        raise own.refusal(f"{own.shown('hidden_act')} is not supported; supported are {', '.join(acts)}")
+    size, number = own.integer("hidden_size"), own.integer(heads)
+    if size % number or (size // number) % 4:
+        raise own.refusal(f"{heads}={number} does not divide hidden_size={size} into heads of a multiple of 4; correct it")
+    rope = own.part("rope_parameters") if "rope_parameters" in own.objects() else own
+    if rope.text("rope_type", "axial") not in ("axial", "default"):  # transformers reads default as axial
+        raise rope.refusal(f"{rope.shown('rope_type')} is not supported; supported is axial")
+    return rope.number("rope_theta", 10_000.0)
+
+
+def check_token(text: ConfigReader, **ids: int) -> None:
+    """Raises CheckpointError for a token of images outside the vocabulary. ids: by the keys or texts that name them."""
+    for name, token in ids.items():
+        if token >= (size := text.integer("vocab_size")):
+            raise text.refusal(f"{name}={token} is outside the vocabulary of {size} tokens; correct it")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec(CheckpointPart):
     """The shape of a vision encoder. Each rank has all of it, and its weights are not quantised."""
@@ -52,7 +79,7 @@ class VisionSpec(CheckpointPart):
     theta: float = 10_000.0
     """Of the rotation by rows and columns."""
     inner_tensors: ClassVar[int] = 2
-    """Tensors of `inner` numbers a patch that an MLP has at a time."""
+    """How many tensors of [patches, inner] an MLP has in memory at the same time."""
     prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
     """Beginnings of the names of its tensors in files, of transformers 5 and older ones -> that of `TensorSpec.name`."""
     formats: Formats = ALL_PLAIN
