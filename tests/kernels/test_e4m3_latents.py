@@ -179,11 +179,23 @@ def test_tiles_have_64_lines_on_hopper_however_few_a_row_has_and_keys_are_second
         assert stages + copy + 2 * 64 * (dim + 64 + config.block) <= hopper.block_shared_bytes
 
 
-def test_scales_of_other_tokens_change_the_result(interpret: bool, device: torch.device) -> None:
+def test_each_token_is_read_with_its_own_scale(interpret: bool, device: torch.device) -> None:
+    """Two tokens exchange scales that differ: their latents are multiplied by the ratio of the scales."""
     case, pages = in_e4m3(Attended.of([(1, 40)], device=device))
-    pages.scales.copy_(pages.scales.roll(1, 1))
-    out = attended(case, pages, interpret=interpret, programs=1)
-    assert float((out.double().cpu() - by_hand(case)).nan_to_num(9.0).abs().max()) > 0.01
+    before, scales, size = by_hand(case), pages.scales.flatten(), case.q_latent.shape[2]
+    used = case.latents.flatten(0, 1).isfinite().all(1).nonzero().flatten()
+    low, high = used[scales[used].argmin()], used[scales[used].argmax()]
+    ratio = scales[high] / scales[low]
+    assert ratio > 1
+    latents, rest = case.latents.clone(), pages.scales.clone()
+    for token, factor in ((low, ratio), (high, 1 / ratio)):
+        latents.flatten(0, 1)[token, :size] *= factor
+    rest.flatten()[torch.stack([low, high])] = scales[torch.stack([high, low])]
+    pages.scales.copy_(rest)
+    case = replace(case, latents=latents)
+    out = attended(case, pages, interpret=interpret, programs=1).double().cpu()
+    torch.testing.assert_close(out, by_hand(case), atol=1e-5, rtol=0)
+    assert float((out - before).abs().max()) > 0.01
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
