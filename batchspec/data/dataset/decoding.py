@@ -68,8 +68,8 @@ def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: O
         kind = file.schema_arrow.field(name).type if leaf.path == name else None
         if pa.types.is_dictionary(kind or pa.null()):
             continue
-        value_bytes, is_shared = _longest_value(chunk, group, again)
-        if is_shared and kind in TEXTS and value_bytes * min(rows, BATCH_ROWS) > MOST_BYTES:
+        value_bytes, as_dictionary = _longest_value(chunk, group, again)
+        if as_dictionary and kind in TEXTS and value_bytes * min(rows, BATCH_ROWS) > MOST_BYTES:
             dictionaries.append(name)
         else:
             longest += -(-chunk.num_values // rows) * value_bytes
@@ -78,8 +78,9 @@ def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: O
 
 
 def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tuple[int, bool]:
-    """Bytes of the longest value that many rows of a column chunk may share, and whether all its values are in its dictionary and
-    each is that of two rows on average: images may be in it, all different.
+    """Bytes of the longest value that many rows of a column chunk may share, and whether the column may be read as a dictionary,
+    which has each value in memory once: all values of the chunk are in its dictionary, and each is that of two rows on average.
+    With fewer rows each, as with images that all differ, nothing is saved: Arrow gives the whole dictionary with every batch.
 
     0 bytes: a batch of any rows is small, or no larger than their part of the file.
     """
@@ -90,7 +91,7 @@ def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tu
     if chunk.has_dictionary_page or DICTIONARIES & {*chunk.encodings}:
         lengths = pc.binary_length(_dictionary(again, group, chunk.path_in_schema))
         others = size - (pc.sum(lengths).as_py() or 0) - INDEX_BYTES * (len(lengths) + chunk.num_values)
-        saves = 2 * len(lengths) <= chunk.num_values  # Arrow gives the whole dictionary with every batch
+        saves = 2 * len(lengths) <= chunk.num_values
         return pc.max(lengths).as_py() or unknown, saves and others <= HEADER_BYTES
     return (unknown if "DELTA_BYTE_ARRAY" in chunk.encodings else 0), False
 
