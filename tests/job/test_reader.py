@@ -245,3 +245,13 @@ def test_jobs_over_pictures_agree_with_each_other_and_with_transformers(
 def test_a_share_counts_rows_without_a_mistake() -> None:
     answers = pl.DataFrame({"font": ["seen", "seen", "unseen"], "text": ["a", "b", "c"], "completion": ["a", "B", None]})
     assert check.exact(answers) == {"seen": 0.5, "unseen": 0.0}
+
+
+def test_keys_of_the_check_may_stand_before_and_after_its_options(fonts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(check, "make_rows", lambda *given: given)
+    monkeypatch.setattr(check, "check", lambda model, rows, folder, keys, transformers: calls.append((model, rows, keys)) or True)
+    options = ["--fonts", f"{fonts}", "--rows", "3"]
+    for given in (["out", *options, "device=cpu"], ["out", "device=cpu", *options]):
+        assert check.main(given) == 0
+    assert calls == [("out", (fonts, check.UNSEEN, 3), ["device=cpu"])] * 2

@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--transformers", type=int, default=20, help="rows that transformers reads too; default: %(default)s")
     parser.add_argument("--write", type=Path, help="write the rows to this file, and stop")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)  # keys may follow options
     rows = make_rows(given.fonts, given.unseen, given.rows)
     if given.write is not None:
         rows.write_parquet(given.write)
