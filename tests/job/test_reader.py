@@ -250,7 +250,12 @@ def test_a_share_counts_rows_without_a_mistake() -> None:
 def test_keys_of_the_check_may_stand_before_and_after_its_options(fonts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(check, "make_rows", lambda *given: given)
-    monkeypatch.setattr(check, "check", lambda model, rows, folder, keys, transformers: calls.append((model, rows, keys)) or True)
+
+    def checked(model: Any, rows: Any, folder: Path, keys: Any, transformers: int) -> bool:
+        calls.append((model, rows, keys))
+        return True
+
+    monkeypatch.setattr(check, "check", checked)
     options = ["--fonts", f"{fonts}", "--rows", "3"]
     for given in (["out", *options, "device=cpu"], ["out", "device=cpu", *options]):
         assert check.main(given) == 0

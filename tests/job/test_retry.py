@@ -603,10 +603,10 @@ def test_a_row_that_is_refused_now_loses_no_sample_that_the_output_or_the_interr
     refused = Completion(
         request_id="a", row_index=0, sample_index=0, shard=0, status="error", finish_reason="error", num_samples=3, error=missing
     )
-    again = {"status": "error", "finish_reason": "error", "error": {"retryable": True}}
+    again: dict[str, Any] = {"status": "error", "finish_reason": "error", "error": {"retryable": True}}
     if kind == "length":
         again = {"status": "ok", "finish_reason": "length", "error": None}
-    good = {"status": "ok", "finish_reason": "stop", "error": None}
+    good: dict[str, Any] = {"status": "ok", "finish_reason": "stop", "error": None}
     done = refused.replace(sample_index=1, num_samples=1, status="ok", finish_reason="stop", error=None)
     for first in (again, good):
         rows = [{"row_index": 0, "sample_index": i, **own} for i, own in enumerate((first, again, good))]
