@@ -1,9 +1,8 @@
 """Bytecode of what a run imports, where Python keeps none: there, compiling 2,000 sources takes half of the time before a job.
 
 Some images set PYTHONDONTWRITEBYTECODE, or have packages without bytecode in a folder that is not writable. There bytecode is
-kept in the user's cache folder; the folders of the sources stay as they are. At a first start bytecode that packages have is
-copied to that folder, and several processes compile the other sources of `imported.txt` before they are imported, which takes
-2 s of CPU time.
+kept in the user's cache folder; the folders of the sources stay as they are. At a first start, when no bytecode exists, several
+processes compile the sources of `imported.txt` before they are imported, which takes 2 s of CPU time.
 `python -m batchspec.process.bytecode` writes that list anew, and keeps what other versions of packages import.
 """
 
@@ -18,16 +17,14 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import cache_from_source
 from pathlib import Path
-from shutil import copyfile
 
 from batchspec.process.machine import num_cpus, user_cache
 
 FEWEST_CPUS, MOST_PROCESSES = 4, 8
 LONGEST_S = 20
 """Seconds after which a start goes on without the rest of the bytecode."""
-WITNESSES = ("torch/__init__.py", "batchspec/job/run_job.py")
-"""If the largest package has bytecode, and batchspec, which may be a folder of sources, the installed packages are taken to have
-it."""
+WITNESS = "torch"
+"""If this package, the largest, has bytecode, the installed packages are taken to have it."""
 ENTRANCES = (
     "batchspec.run", "batchspec.config.compose", "batchspec.cluster.workers", "batchspec.cluster.devices", "batchspec.job.run_job"
 )
@@ -44,14 +41,14 @@ for path in sys.stdin.read().splitlines():
 
 
 def keep_bytecode() -> None:
-    """See above. Does nothing if the witnesses have bytecode, or if PYTHONPYCACHEPREFIX is set. Child processes follow."""
-    sources = [source for name in WITNESSES if (source := _source(name)) is not None]
-    if sys.pycache_prefix is not None or all(map(_has_bytecode, sources)):
+    """See above. Does nothing if the largest package has bytecode, or if PYTHONPYCACHEPREFIX is set. Child processes follow."""
+    source = _source(f"{WITNESS}/__init__.py")
+    if source is None or sys.pycache_prefix is not None or _has_bytecode(source):
         return
     with suppress(OSError):  # as where there is no home folder: then there is no bytecode, as before
-        if sys.dont_write_bytecode or not all(os.access(source.parent, os.W_OK) for source in sources):
+        if sys.dont_write_bytecode or not os.access(source.parent, os.W_OK):
             _use(_folder())
-        if not all(map(_has_bytecode, sources)):
+        if not _has_bytecode(source):
             _compile_listed()
 
 
@@ -72,13 +69,12 @@ def _has_bytecode(source: Path) -> bool:
 
 
 def _compile_listed() -> None:
-    """Compile the listed sources without bytecode in as many processes as there are CPUs. Raises OSError if none can start."""
-    without = [source for name in listed() if (source := _source(name)) is not None and not _has_copy(source)]
+    """Compile the listed sources in as many processes as there are CPUs. Raises OSError if no process can be started."""
     num = min(MOST_PROCESSES, num_cpus())
     if num < FEWEST_CPUS:
         return
-    size = {source: source.stat().st_size for source in without}
-    largest_first = sorted(size, key=lambda source: -size[source])
+    found = {source: source.stat().st_size for name in listed() if (source := _source(name)) is not None}
+    largest_first = sorted(found, key=lambda source: -found[source])
     command = [sys.executable, "-I", "-S", *_prefix_option(), "-c", COMPILE]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(num)]
     for i, process in enumerate(processes):
@@ -89,18 +85,6 @@ def _compile_listed() -> None:
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(LONGEST_S)
-
-
-def _has_copy(source: Path) -> bool:
-    """Whether it has bytecode; if that lies beside the source alone, it is copied. Python itself drops a copy that is stale."""
-    kept, prefix = Path(cache_from_source(str(source))), sys.pycache_prefix
-    if not kept.exists() and prefix is not None:
-        with suppress(OSError):
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial = kept.with_suffix(f".{os.getpid()}")
-            copyfile(source.parent / "__pycache__" / kept.name, partial)
-            partial.replace(kept)
-    return kept.exists()
 
 
 def _prefix_option() -> list[str]:

@@ -16,7 +16,7 @@ import json, os, sys
 from pathlib import Path
 from batchspec.process import bytecode
 
-bytecode.WITNESSES, bytecode.LIST, bytecode.FEWEST_CPUS = ("witness/__init__.py", "own/part.py"), Path(sys.argv[1]), 1
+bytecode.WITNESS, bytecode.LIST, bytecode.FEWEST_CPUS = "witness", Path(sys.argv[1]), 1
 before = sys.pycache_prefix, os.environ.get("PYTHONDONTWRITEBYTECODE")
 started, popen = [], bytecode.subprocess.Popen
 bytecode.subprocess.Popen = lambda *args, **kwargs: started.append(1) or popen(*args, **kwargs)
@@ -83,25 +83,6 @@ def test_packages_with_bytecode_and_a_folder_of_the_users_own_are_left_alone(sit
     with_bytecode = start(site, PYTHONDONTWRITEBYTECODE="1")
     assert with_bytecode["started"] == 0
     assert not with_bytecode["changed"]
-
-
-def test_sources_without_bytecode_are_compiled_beside_packages_that_have_it(site: Path) -> None:
-    """As of a clone in a container whose packages were installed with bytecode: theirs is copied, not compiled again."""
-    start(site)
-    own = site.parent / "own"
-    own.mkdir()
-    (own / "part.py").write_text("VALUE = 2")
-    listed = site.parents[1] / "list.txt"
-    listed.write_text(listed.read_text() + "\nown/part.py")
-    kept = next((site / "__pycache__").glob("part.*.pyc"))
-    kept.write_bytes(kept.read_bytes() + b"copied")
-    found = start(site, PYTHONDONTWRITEBYTECODE="1")
-    assert found["compiled"] == [True, True, False, True]
-    assert Path(found["cached"]).read_bytes().endswith(b"copied")
-    assert Path(found["cached"]) != kept
-    assert not (own / "__pycache__").exists()
-    assert {path.suffix for path in site.parents[1].glob("cache/**/*") if path.is_file()} == {".pyc"}, "no part of a copy is left"
-    assert start(site, PYTHONDONTWRITEBYTECODE="1")["started"] == 0
 
 
 def test_without_a_folder_to_keep_it_in_a_run_starts_as_before(site: Path) -> None:
