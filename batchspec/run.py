@@ -13,7 +13,7 @@ from batchspec.console import terminal
 from batchspec.console.arguments import asks_for_help
 from batchspec.errors import Interrupted
 from batchspec.process.bytecode import keep_bytecode
-from batchspec.process.early_start import begin_compiler_hash, begin_context, begin_libraries, one_gpu
+from batchspec.process.early_start import begin_compiler_hash, begin_context, one_gpu
 from batchspec.process.garbage import imports_frozen, no_garbage_collection
 from batchspec.process.preflight import check_address_space
 from batchspec.process.signals import program_does
@@ -35,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.show(help_text("run"))
         return 0
     check_address_space()
-    begin_libraries()  # meanwhile several processes may compile bytecode, or read the same disk
     keep_bytecode()
-    with no_garbage_collection():  # it would traverse the modules again and again while they are imported
-        from batchspec.config.compose import launch
+    from batchspec.config.compose import launch
 
     return launch(run, overrides, require=("model.path", "input.path", "output.dir"))
 

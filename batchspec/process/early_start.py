@@ -1,5 +1,5 @@
-"""Starts slow work of a job early, in threads, while this process imports modules and reads its input: loading torch's libraries,
-and on a GPU the CUDA context and Triton's checksum of its compiler. All mostly run without the interpreter's lock.
+"""Starts slow work of a GPU job early, in threads, while this process imports modules and reads its input: the CUDA context and
+Triton's checksum of its compiler. Both mostly run without the interpreter's lock.
 
 Work that fails here is done again where it is needed, and fails there with a message.
 """
@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from batchspec.process.threads import start_thread
 
-LIBRARIES = {"libtorch_global_deps.so": ctypes.RTLD_GLOBAL, "libtorch_cpu.so": ctypes.DEFAULT_MODE}
-"""Libraries of torch and how they are loaded. The first is what torch loads first, in the same way: it brings CUDA's libraries.
-None of them calls Python, so they may be loaded without its lock."""
 _begun: set[str] = set()
 
 
@@ -33,15 +28,6 @@ def one_gpu() -> bool:
 def num_nodes() -> int:
     """Number of GPU device files in this machine or container."""
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
-
-
-def begin_libraries() -> None:
-    """Have the dynamic linker load torch's libraries, a fifth of the time of `import torch`, and more where they are not cached.
-
-    The interpreter waits for this at its end, so that no library is unloaded while it is loaded.
-    """
-    if "torch" not in sys.modules:
-        _begin("libraries", _load_libraries, daemon=False)
 
 
 def begin_context() -> None:
@@ -62,23 +48,15 @@ def begin_compiler_hash() -> None:
         _begin("compiler hash", compiler_hash)
 
 
-def _begin(name: str, work: Callable[[], object], *, daemon: bool = True) -> None:
+def _begin(name: str, work: Callable[[], object]) -> None:
     if name not in _begun:
         _begun.add(name)
-        start_thread(partial(_quietly, work), name, daemon=daemon)
+        start_thread(partial(_quietly, work), name)
 
 
 def _quietly(work: Callable[[], object]) -> None:
     with suppress(Exception):
         work()
-
-
-def _load_libraries() -> None:
-    """By ctypes, as below; found without importing torch."""
-    spec = PathFinder.find_spec("torch")
-    for folder in spec.submodule_search_locations or () if spec is not None else ():
-        for name, mode in LIBRARIES.items():
-            ctypes.CDLL(os.path.join(folder, "lib", name), mode=mode)
 
 
 def _make_context() -> None:

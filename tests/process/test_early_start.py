@@ -66,27 +66,6 @@ def test_nothing_begins_on_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPat
     assert not early_start._begun
 
 
-@pytest.mark.second
-def test_torch_uses_the_libraries_that_were_loaded_before_it_was_imported() -> None:
-    """In a new process: torch is imported here. Its thread keeps the interpreter from ending before it."""
-    code = (
-        "import sys, threading; from batchspec.process import early_start; early_start.begin_libraries(); "
-        "thread = next(item for item in threading.enumerate() if item.name == 'libraries'); "
-        "assert not thread.daemon; thread.join(); maps = lambda: {line.split()[-1] for line in open('/proc/self/maps')}; "
-        "early = {name for name in maps() if 'torch' in name}; assert 'torch' not in sys.modules; "
-        "assert any(name.endswith('/libtorch_cpu.so') for name in early), early; import torch; "
-        "late = [name for name in maps() if name.endswith('/libtorch_cpu.so')]; assert len(late) == 1 and late[0] in early; "
-        "assert int(torch.arange(5).sum()) == 10"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_libraries_are_not_loaded_again_where_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_start, "_begun", set())
-    early_start.begin_libraries()
-    assert not early_start._begun
-
-
 def test_the_checksum_of_the_compiler_is_the_one_that_triton_names_kernels_by() -> None:
     """It is computed once a process: who asks again does not read the compiler again."""
     assert compiler_hash() == cache.triton_key()
