@@ -118,10 +118,10 @@ def launch(
         options, words = _check_options(overrides), for_hydra(overrides)
     except ConfigError as error:
         return report(error)
-    if not any(word.startswith("-") or "hydra" in word for word in overrides):  # `hydra.main` would compose it twice, in 0.1 s
-        return reported(lambda: task(compose(overrides, require=require)), report)
-    register()
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    if full != "1" and not any(word.startswith("-") or "hydra" in word for word in overrides):
+        return reported(lambda: task(compose(overrides, require=require)), report)  # `hydra.main` takes 0.1 s more
+    register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
     try:
         with _sweep_folder(overrides, sweep=options.multirun) as more:

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 
 from batchspec import run
 from batchspec.config.compose import _sweep_folder, compose
@@ -87,6 +90,32 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
     assert Path(config.input.path).is_file()
     assert (config.output.dir, config.output.token_ids, config.output.prompt_ids) == ("./out/demo", True, True)
     assert (config.model.dtype, config.model.max_len) == ("float32", 2048)
+
+
+def test_a_plain_command_line_is_composed_without_hydra_main_and_gives_the_same(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[object] = []
+    main = hydra.main
+
+    def counting(**keys: Any) -> Any:
+        began.append(keys)
+        return main(**keys)
+
+    monkeypatch.setattr(hydra, "main", counting)
+    assert run.main(["+job=demo", "input.limit=4"]) == 0
+    assert not began
+    assert run.main(["+job=demo", "input.limit=4", "hydra.verbose=false"]) == 0
+    assert len(began) == 1
+    plain, through_hydra = jobs.ran
+    assert plain.input.limit == 4
+    assert plain == through_hydra
+
+
+def test_the_variable_for_whole_errors_of_hydra_shows_them(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(HydraException, match=r"Could not override 'model\.pth'"):
+        run.main(["model.pth=x"])
 
 
 @pytest.mark.parametrize("name", [name for name in options()["model"] if name != "checkpoint"])
