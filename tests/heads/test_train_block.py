@@ -125,7 +125,7 @@ def test_acceptance_on_held_out_rows_is_measured(made: Path, tmp_path: Path, cap
     words = [*BLOCK, "train.steps=6", "train.eval_steps=3", "train.held_out=3", "draft.num_speculative_tokens=2"]
     assert train(made, tmp_path / "h", *words) == 0
     found = record(tmp_path / "h")
-    assert found["facts"]["train.anchors"] == 0.25
+    assert found["facts"]["train.anchors"] == 0.5
     assert [point["step"] for point in found["acceptance"]] == [3, 6]
     assert len(found["loss"][-1]["match"]) == 3
     assert len(found["acceptance"][-1]["by_position"]) == 2
