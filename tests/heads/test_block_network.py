@@ -26,6 +26,7 @@ from tests.helpers.block_heads import BlockDesign, Tensors, block_states, refere
 from tests.helpers.drafting import TARGET, mixed_requests, run, synthetic
 from tests.helpers.eagle_reference import target_taps
 from tests.helpers.engines import VOCAB, packed
+from tests.helpers.heads import accepted_drafts, fill_with_drafts
 
 MASK = 17
 HOT = torch.arange(12) * 2 + 3
@@ -178,24 +179,15 @@ def test_a_job_drafts_what_training_computes_for_the_same_anchor() -> None:
 def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
     target, teacher, network, rows = tiny()
     design, tensors = definition_of(network)
-    rng = np.random.default_rng(0)
-    for row in rows:  # drafts are accepted often enough if the rows are made of them
-        ids = row.ids[: row.prompt_len + 1].tolist()
-        while len(ids) < len(row.ids):
-            drafts, _ = reference_block(design, tensors, target, ids, 3)
-            ids += [*drafts[: int(rng.integers(1, 4))], int(rng.integers(VOCAB))]
-        row.ids[:] = ids[: len(row.ids)]
-    rounds, kept = 0, np.zeros(3, int)
-    for row in rows:
-        ids, newest = row.ids.tolist(), row.prompt_len
-        while newest < len(ids) - 1:
-            drafts = reference_block(design, tensors, target, ids[: newest + 1], 3)[0][: len(ids) - 2 - newest]
-            count = next((i for i, (a, b) in enumerate(zip(drafts, ids[newest + 1 :], strict=False)) if a != b), len(drafts))
-            rounds, newest = rounds + 1, newest + count + 1
-            kept[:count] += 1
+
+    def drafts(ids: list[int], most: int) -> list[int]:
+        return reference_block(design, tensors, target, ids, 3)[0][:most]
+
+    fill_with_drafts(rows, drafts, VOCAB)
+    rounds, kept = accepted_drafts(rows, drafts)
     found = acceptance(network, teacher, rows, draft_len=3, batch_tokens=40, cast=nullcontext())
     assert found.rounds == rounds
-    assert found.accepted == tuple(kept)
+    assert found.accepted == kept
     assert kept[2] > 0
 
 

@@ -24,7 +24,7 @@ from batchspec.heads.teacher import Teacher
 from batchspec.model.target import Target
 from tests.helpers.eagle_reference import Design, reference_drafts, run_head, target_taps
 from tests.helpers.engines import VOCAB, full_logits, tiny_target
-from tests.helpers.heads import check_gradients_of_bf16_products
+from tests.helpers.heads import accepted_drafts, check_gradients_of_bf16_products, fill_with_drafts
 
 CPU = torch.device("cpu")
 GPU_OR_CPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -205,23 +205,15 @@ def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
     target, teacher, network, rows = tiny()
     design, tensors = reference_of(network, target)
     tensors["d2t"] = teacher.draft_vocab_ids.cpu() - torch.arange(12)
-    rng = np.random.default_rng(0)
-    for row in rows:  # drafts are accepted often enough if the rows are made of them
-        ids = row.ids[: row.prompt_len + 1].tolist()
-        while len(ids) < len(row.ids):
-            ids += [*reference_drafts(design, tensors, target, ids, int(rng.integers(1, 4))), int(rng.integers(VOCAB))]
-        row.ids[:] = ids[: len(row.ids)]
-    rounds, kept = 0, np.zeros(3, int)
-    for row in rows:
-        ids, newest = row.ids.tolist(), row.prompt_len
-        while newest < len(ids) - 1:
-            drafts = reference_drafts(design, tensors, target, ids[: newest + 1], min(3, len(ids) - 2 - newest))
-            count = next((i for i, (a, b) in enumerate(zip(drafts, ids[newest + 1 :], strict=False)) if a != b), len(drafts))
-            rounds, newest = rounds + 1, newest + count + 1
-            kept[:count] += 1
+
+    def drafts(ids: list[int], most: int) -> list[int]:
+        return reference_drafts(design, tensors, target, ids, min(3, most))
+
+    fill_with_drafts(rows, drafts, VOCAB)
+    rounds, kept = accepted_drafts(rows, drafts)
     found = acceptance(network, teacher, rows, draft_len=3, batch_tokens=40, cast=nullcontext())
     assert found.rounds == rounds
-    assert found.accepted == tuple(kept)
+    assert found.accepted == kept
     assert kept[2] > 0
     assert found.tokens == sum(len(row.ids) - row.prompt_len - 1 for row in rows)
 

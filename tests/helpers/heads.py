@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -217,3 +218,27 @@ def check_gradients_of_bf16_products(network: StepNetwork, wide: TrainingBatch, 
         assert found is not None
         assert found.dtype == torch.float32
         assert float((found - exact).norm()) < share * float(exact.norm()), name
+
+
+def fill_with_drafts(rows: Sequence[Any], drafts: Callable[[list[int], int], Sequence[int]], vocab_size: int) -> None:
+    """Make the completions of training rows of drafts, up to three at a time with a random token after them, so that drafts are
+    accepted often enough. drafts(tokens, n): the first n, at most three, after these tokens."""
+    rng = np.random.default_rng(0)
+    for row in rows:
+        ids = row.ids[: row.prompt_len + 1].tolist()
+        while len(ids) < len(row.ids):
+            ids += [*drafts(ids, int(rng.integers(1, 4))), int(rng.integers(vocab_size))]
+        row.ids[:] = ids[: len(row.ids)]
+
+
+def accepted_drafts(rows: Sequence[Any], drafts: Callable[[list[int], int], Sequence[int]]) -> tuple[int, tuple[int, ...]]:
+    """Rounds, and how many of them keep the first, second and third draft, if each row is decoded with these drafts."""
+    rounds, kept = 0, np.zeros(3, int)
+    for row in rows:
+        ids, newest = row.ids.tolist(), row.prompt_len
+        while newest < len(ids) - 1:
+            own = drafts(ids[: newest + 1], len(ids) - 2 - newest)
+            count = next((i for i, (a, b) in enumerate(zip(own, ids[newest + 1 :], strict=False)) if a != b), len(own))
+            rounds, newest = rounds + 1, newest + count + 1
+            kept[:count] += 1
+    return rounds, tuple(kept.tolist())

@@ -1,4 +1,4 @@
-"""Falcon-H1: in every layer attention and a Mamba2 layer beside each other, then a gated MLP; all with factors (muP).
+"""Falcon-H1: every layer runs attention and Mamba2 in parallel, then a gated MLP; all with factors (muP).
 
 The input of both mixers has a factor of its own: it is applied after their products, which are linear. That of attention is
 applied to the scores (squared, as q and k have it) and to the output, like key_multiplier; that of the Mamba2 layer to z, x, B, C

@@ -12,7 +12,7 @@ attention/           softmax attention over pages of K and V
 gated_delta/         the gated delta rule, which keeps a state of a row
 latent/              latent attention, which keeps one vector per token
 mamba2/              Mamba2, a state space, which keeps a state of a row
-parallel/            attention and Mamba2 beside each other
+parallel/            attention and Mamba2 in parallel
 short_conv/          short convolutions, which keep the newest inputs of a row
 MLPs:
 mlp/                 dense, and experts; with a gate or, with relu^2, without one

@@ -144,7 +144,7 @@ class MixerSpec(BlockSpec, Protocol):
 
     @property
     def parts(self) -> tuple[MixerSpec, ...]:
-        """The mixers that it computes beside each other; by default itself alone."""
+        """The mixers that it runs in parallel; by default itself alone."""
         return (self,)
 
     def kept(self, run: Computing) -> LayerState:

@@ -1,4 +1,4 @@
-"""Attention and a Mamba2 layer beside each other (Falcon-H1).
+"""Attention and Mamba2 that run in parallel in one layer (Falcon-H1).
 
 block.py  shape, weights, forward pass
 """

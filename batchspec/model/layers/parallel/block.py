@@ -1,4 +1,4 @@
-"""Attention and a Mamba2 layer beside each other: both read one norm of the stream, and their outputs are added up.
+"""Attention and Mamba2 in parallel: both read one norm of the stream, and their outputs are added up.
 
     x = norm(stream)
     stream += attention(x) + mamba(x)
