@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from batchspec.checkpoint.files import stored_tensors
 from batchspec.checkpoint.hub import find_model
 from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
@@ -103,7 +104,9 @@ def _of_head(args: argparse.Namespace, spec: ModelSpec) -> list[Product]:
     """Of the given head; of a shape, of typical heads that draft one token after another and a block."""
     if args.draft_path:
         files = find_model(args.draft_path, key="--draft-path")
-        return block_products(open_block(files, spec)) if drafts_blocks(files) else head_products(open_head(files, spec))
+        if drafts_blocks(stored_tensors(files)):
+            return block_products(open_block(files, spec))
+        return head_products(open_head(files, spec))
     if args.model not in SHAPES or not has_usual_heads(spec):
         return []
     vocab = DRAFT_VOCAB.get(args.model, DEFAULT_DRAFT_VOCAB)

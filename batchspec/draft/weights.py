@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +37,14 @@ def open_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto")
     Raises CheckpointError for what `read_head` refuses, for tensors of wrong names, shapes or dtypes, and for a d2t that leads
     out of the vocabulary or contradicts t2d.
     """
-    stored: dict[str, StoredTensor] = {}
-    for name, tensor in stored_tensors(files).items():
+    found, stored = stored_tensors(files), dict[str, StoredTensor]()
+    for name, tensor in found.items():
         if name.endswith(_IGNORED):
             continue
         if normalised(name) in stored:
             raise CheckpointError(f"{files.where}: {listed([name])} is stored twice, under two names; export the head again")
         stored[normalised(name)] = tensor
-    if drafts_blocks(files):
+    if drafts_blocks(found):
         raise CheckpointError(f"{files.where}: a DFlash or DSpark head, and an EAGLE-3 head is needed; use draft=block")
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)
@@ -53,9 +53,9 @@ def open_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto")
     return spec
 
 
-def drafts_blocks(files: ModelFiles) -> bool:
-    """Whether the tensors are those of a DFlash or DSpark head."""
-    names = {name.removeprefix("model.").removeprefix("dflash.").removeprefix("dspark.") for name in stored_tensors(files)}
+def drafts_blocks(stored: Iterable[str]) -> bool:
+    """Whether tensors of these names are those of a DFlash or DSpark head."""
+    names = {name.removeprefix("model.").removeprefix("dflash.").removeprefix("dspark.") for name in stored}
     return not names.isdisjoint(("hidden_norm.weight", "encoder.output_norm_enc.weight"))
 
 
