@@ -6,7 +6,8 @@
 
 Catch-up and prefill write K/V from the target's hidden states only and keep fc of the last position. A round runs its K positions
 through the head at once. K/V of mask tokens are in the slots of the positions to verify: the catch-up overwrites them, and no
-kv_len reaches them before that.
+kv_len reaches them before that. Position p keeps its K/V: in a round all positions are turned as those of text, and p may be the
+last one of an image, if a prompt ends with it. Only the query of its first draft is then turned otherwise than by definition.
 Source: P-EAGLE (2026, arXiv 2602.01469), parallel token decoding (https://github.com/vllm-project/vllm/pull/32628).
 Legend: R rows, T flat positions, K draft_len, H hidden, W = len(aux_layer_ids) * target hidden.
 """
@@ -107,7 +108,7 @@ class ParallelDrafter(HeadReader):
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """Run K positions a row through the whole head. K/V of the first one exists already and is written again."""
+        """Run K positions a row through the whole head. K/V of the first one exists already and is kept."""
         num_rows, width = draft_ids.shape
         ids, fed, positions, slots = (x[: num_rows * width] for x in (self._ids, self._fed, self._positions, self._slots))
         kv_len, page_table = self._kv_len[:num_rows], cache.draft_table(rows)

@@ -1,8 +1,8 @@
 """Inputs of K parallel drafts of a row, in one launch: its newest token with its feature, then K - 1 mask tokens.
 
-    j = 0..K-1:   position = num_tokens - 2 + j      slot = page_table[row, position // page_size] * page_size + the rest
-    j = 0         the newest token, with the target's feature of the position before it
-    j > 0         the mask token, with the mask's feature
+    j = 0..K-1:   position = num_tokens - 2 + j
+    j = 0         the newest token, with the target's feature of the position before it; its K/V exist already: slot = 0
+    j > 0         the mask token, with the mask's feature; slot = page_table[row, position // page_size] * page_size + the rest
     draft_len = K      kv_len = num_tokens + K - 2
 
 Positions past the page table never wrap around: they go to the scratch slot 0 and are not counted as keys. Dead rows get position
@@ -37,7 +37,7 @@ def prepare_parallel_draft_inputs_kernel(
     t = row * K + j
     position = tl.where(alive, num - 2 + j, 0).to(tl.int64)
     tl.store(out_positions + t, position)
-    tl.store(out_slot_mapping + t, slot_of(page_table, row, position, alive, max_pages, PAGE_SIZE))
+    tl.store(out_slot_mapping + t, slot_of(page_table, row, position, alive & (j > 0), max_pages, PAGE_SIZE))
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
     if j == 0:
@@ -79,7 +79,7 @@ def prepare_parallel_draft_inputs(
     out_ids        int32 [R * K], K >= 1
     out_hidden     [R * K, H] of hidden's dtype
     out_positions  int64 [R * K]
-    out_slot_mapping  int64 [R * K]   0 for dead rows and for positions past the page table
+    out_slot_mapping  int64 [R * K]   0 for dead rows, each row's first token, and positions past the page table
     out_kv_len     int32 [R]       keys that the last mask token attends to, at most L; 0 for dead rows
     out_draft_len  int32 [R]       K; 0 for dead rows
 
@@ -159,9 +159,9 @@ def prepare_parallel_draft_inputs_reference(
     ids[:, :1] = tokens.gather(1, (num_tokens - 1).clamp(min=0).long().unsqueeze(1))
     fed[:, 1:] = mask_hidden
     fed[:, 0] = hidden
-    positions = (num_tokens[:, None] - 2 + torch.arange(k, device=live.device)) * alive[:, None]
+    rows, steps = torch.arange(num_rows, device=live.device)[:, None], torch.arange(k, device=live.device)
+    positions = (num_tokens[:, None] - 2 + steps) * alive[:, None]
     out_positions.copy_(positions.flatten())
-    rows = torch.arange(num_rows, device=live.device)[:, None]
-    out_slot_mapping.copy_(slot_of_reference(page_table, rows, positions, alive[:, None], page_size).flatten())
+    out_slot_mapping.copy_(slot_of_reference(page_table, rows, positions, alive[:, None] & (steps > 0), page_size).flatten())
     out_kv_len.copy_((num_tokens + k - 2).clamp(max=tokens.shape[1]) * alive)
     out_draft_len.copy_(alive * k)

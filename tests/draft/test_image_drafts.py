@@ -47,12 +47,21 @@ from tests.helpers.drafting import Proposals, Recording, synthetic
 from tests.helpers.eagle_reference import Design, reference_tree
 from tests.helpers.engines import DEVICE, packed
 from tests.helpers.heads import Tensors, random_tensors, tiny_design, write_head
-from tests.helpers.image_models import image_engine, image_request, image_target, make_image_model, picture
+from tests.helpers.image_models import (
+    ImagesInOrder,
+    image_engine,
+    image_request,
+    image_target,
+    make_image_model,
+    picture,
+)
 from tests.helpers.mtp_drafting import drafter_spec
 
 A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
 ROWS: tuple[tuple[int | bytes, ...], ...] = ((9,), (A, 7), (5, B, 1, C, 3), (3, picture(100, 20, 5)), (70, C, 2), (C,))
 BATCH = packed(slots=3, max_len=256, num_pages=400, prefill_tokens=64, num_verified=3)
+ORDERS: tuple[dict[int, int], ...] = ({}, {1: 5, 3: 1, 5: 2}, {1: 9, 2: 9, 4: 1, 5: 5}, {2: 3, 3: 12})
+"""Of `ImagesInOrder`."""
 MASK = 17
 TREE = {"topk": 2, "depth": 3, "nodes": 6}
 DOUBLE = torch.float64
@@ -209,19 +218,23 @@ class Reference:
 
 
 def check(seen: Proposals, expected: Callable[[tuple[int, ...], int], list[int]]) -> None:
-    """Of each row its first drafts, which follow its prefill, and some later ones."""
-    assert len(seen) > 20
-    chosen = [(prefix, drafts) for prefix, drafts in (*seen[:8], *seen[8::7]) if drafts]
-    assert sum(len(drafts) for _, drafts in chosen) > 20
-    wrong = [(len(prefix), drafts, wanted) for prefix, drafts in chosen if drafts != (wanted := expected(prefix, len(drafts)))]
+    """Every proposal, each once."""
+    distinct = {(prefix, tuple(drafts)) for prefix, drafts in seen if drafts}
+    assert sum(len(drafts) for _, drafts in distinct) > 40
+    wrong = [
+        (len(prefix), list(drafts), wanted)
+        for prefix, drafts in distinct if list(drafts) != (wanted := expected(prefix, len(drafts)))
+    ]
     assert wrong == []
 
 
 def drafted(target: Target, drafter: Any, chunk: int, *, kept_images: int = 64) -> Proposals:
-    """What was proposed for all rows, about half of which is accepted."""
+    """What was proposed for all rows, about half of which is accepted, whatever the order in which their images are made."""
     batch = replace(BATCH, prefill_tokens=max(chunk, target.spec.prefill_multiple or 1))
-    engine = image_engine(target, drafter, batch, kept_images=kept_images, options=synthetic(3))
-    tokens(list(engine.run(rows_of(target, 14))))
+    for steps in ORDERS:
+        prepared = ImagesInOrder(steps)
+        engine = image_engine(target, drafter, batch, kept_images=kept_images, options=synthetic(3), prepared=prepared)
+        tokens(list(engine.run(rows_of(target, 14))))
     found: Proposals = getattr(drafter, "seen", [])
     return found
 
@@ -250,12 +263,20 @@ def test_a_chain_drafts_by_its_definition(chunk: int, options: Any, models: Path
 
 @pytest.mark.second
 def test_a_parallel_head_drafts_by_its_definition(models: Path, tmp_path: Path) -> None:
+    """Where a prompt ends with an image, the first query after it is turned as one of text; its key stays that of the image."""
     target = image_target(models / "qwen3_vl", DOUBLE)
     design = tiny_design(target.spec, mask_id=MASK)
     tensors = random_tensors(design, seed=2)
     drafter = RecordedParallel(head_of(tmp_path, target, design, tensors), target, 3, slots=3)
     reference, draft = Reference(target, rows_of(target, 14)), eagle_reference.reference_parallel_drafts
-    check(drafted(target, drafter, 23), lambda *asked: reference.head(draft, design, tensors, *asked))
+    seen = [(prefix, drafts) for prefix, drafts in drafted(target, drafter, 23) if not _follows_an_image(reference, prefix)]
+    check(seen, lambda *asked: reference.head(draft, design, tensors, *asked))
+
+
+def _follows_an_image(reference: Reference, prefix: tuple[int, ...]) -> bool:
+    """Whether the newest token is the first one after a prompt that ends with an image."""
+    one = reference.row(prefix)
+    return any(piece.begin + piece.length == len(prefix) - 1 for piece in one.images)
 
 
 @pytest.mark.second
@@ -319,21 +340,20 @@ def pard_of(folder: Path, target: Target) -> PardModel:
 def test_tokens_are_those_without_drafts(
     name: str, sampling: SamplingParams, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float64, 64 tokens a row, or 24 that are sampled; with few pages rows are preempted."""
+    """In float64, 64 tokens a row, or 24 that are sampled. Rows enter in a known order, so with few pages some are always
+    preempted."""
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     target = image_target(models / ("qwen3_5" if name == "mtp" else "qwen3_vl"), DOUBLE)
     requests = rows_of(target, 24 if sampling.temperature else 64, sampling=sampling, predicted=2)
     expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
-    preempted = 0
-    for pages in (400, 40 if sampling.temperature else 50):
+    for pages in (400, 48 if sampling.temperature else 50):
         drafter = drafter_named(name, models, target, tmp_path / str(pages))
         batch = replace(BATCH, num_pages=pages, prefill_tokens=target.spec.prefill_multiple or 23)
-        engine = image_engine(target, drafter, batch, kept_images=8)
+        engine = image_engine(target, drafter, batch, kept_images=8, prepared=ImagesInOrder())
         done = list(engine.run(requests))
         assert tokens(done) == expected
         assert sum(0 if one.stats is None else one.stats.num_drafted for one in done) > 100
-        preempted += engine.totals.preempted
-    assert preempted
+        assert (engine.totals.preempted > 0) == (pages < 400)
 
 
 def drafter_named(name: str, models: Path, target: Target, folder: Path) -> Any:

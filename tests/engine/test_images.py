@@ -30,6 +30,7 @@ from batchspec.records import Completion, Request, SamplingParams, Thinking
 from tests.helpers.engines import ForcedDrafter, packed
 from tests.helpers.image_models import (
     PAD,
+    ImagesInOrder,
     generated,
     image_engine,
     image_request,
@@ -131,11 +132,13 @@ def test_tokens_do_not_depend_on_drafts_slots_pages_or_chunks(
         slots = replace(BATCH, num_slots=2 + number, row_buckets=(1, 2 + number))
         batch = replace(slots, prefill_tokens=least * (1 + number), run_ahead=number % 2)
         for pages in (400, 48):
-            engine = image_engine(target, drafter, replace(batch, num_pages=pages), kept_images=8 * number)
+            engine = image_engine(
+                target, drafter, replace(batch, num_pages=pages), kept_images=8 * number, prepared=ImagesInOrder()
+            )
             done = list(engine.run(requests))
             assert tokens(done) == alone, (drafter.name, pages)
             preempted += engine.totals.preempted
-    assert preempted >= 1  # more, where images are decoded soon
+    assert preempted
 
 
 @pytest.mark.second

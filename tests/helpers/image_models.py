@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,10 @@ import numpy as np
 import torch
 
 from batchspec.draft.base import Drafter
+from batchspec.images.decode import Rgb, decode
 from batchspec.images.header import read_header
+from batchspec.images.prepared_images import PreparedImages
+from batchspec.images.processor import Fit
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.vision.registry import load_vision
@@ -160,14 +164,51 @@ def image_request(index: int, spec: ModelSpec, parts: Sequence[int | bytes], *, 
     return replace(request(index, ids, cap=cap, **more), images=tuple(pieces))
 
 
+class ImagesInOrder(PreparedImages):
+    """Pixels made in this process, so that no clock decides which rows enter together.
+
+    steps  row_index -> steps of the engine after which the row's pixels are there; those of others are there at once
+    """
+
+    def __init__(self, steps: Mapping[int, int] | None = None) -> None:
+        self._steps, self._num_steps = steps or {}, 0
+        self._asked: dict[Hashable, Sequence[ImagePiece]] = {}
+
+    def ask(self, row: Hashable, pieces: Sequence[ImagePiece]) -> None:
+        self._asked.setdefault(row, pieces)
+
+    def hurry(self, row: Hashable) -> None:
+        """All are made in time."""
+
+    def take(self, row: Hashable) -> tuple[Rgb, ...] | None:
+        assert isinstance(row, Request)
+        if self._num_steps < self._steps.get(row.row_index, 0):
+            return None
+        return tuple(decode(piece.source, Fit(piece.height, piece.width)) for piece in self._asked.pop(row))
+
+    def drop(self, row: Hashable) -> None:
+        self._asked.pop(row, None)
+
+    def drop_all(self) -> None:
+        self._asked.clear()
+
+    def check(self) -> None:
+        self._num_steps += 1
+
+    def pending(self) -> Iterator[Future[None]]:
+        return iter(())
+
+
 def image_engine(
-    target: Target, drafter: Drafter, batch: PackedBatch, *, kept_images: int = 64, options: Any = None, **more: Any
+    target: Target, drafter: Drafter, batch: PackedBatch, *, kept_images: int = 64, options: Any = None,
+    prepared: PreparedImages | None = None, **more: Any,
 ) -> Engine:
+    """prepared: where pixels come from; None: as in a job, from processes."""
     from batchspec.engine.features import RowFeatures
     from batchspec.engine.loop.engine import Engine
     from batchspec.job.load.build import prepared_images
 
-    prepared = prepared_images(target.spec, batch.max_len)
+    prepared = prepared or prepared_images(target.spec, batch.max_len)
     features = RowFeatures(image_encoder=target.image_encoder, kept_images=kept_images, prepared=prepared, **more)
     batch = replace(batch, num_verified=max(batch.num_verified, drafter.shape.num_verified))
     return Engine(target, drafter, batch, device=target.device, features=features, options=options)

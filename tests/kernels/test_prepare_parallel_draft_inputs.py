@@ -46,7 +46,7 @@ def test_the_newest_token_is_followed_by_masks(interpret: bool, device: torch.de
     assert found["ids"] == [5, MASK, MASK, 1002, MASK, MASK]
     assert [feature[0] for feature in found["hidden"]] == [1.0, 0.5, 0.5, 2.0, 0.5, 0.5]
     assert found["positions"] == [4, 5, 6, 1, 2, 3]
-    assert found["slot_mapping"] == [2 * 4, 2 * 4 + 1, 2 * 4 + 2, 11 * 4 + 1, 11 * 4 + 2, 11 * 4 + 3]
+    assert found["slot_mapping"] == [0, 2 * 4 + 1, 2 * 4 + 2, 0, 11 * 4 + 2, 11 * 4 + 3]
     assert (found["draft_len"], found["kv_len"]) == ([3, 3], [7, 4])
 
 
@@ -66,7 +66,7 @@ def test_positions_past_the_page_table_go_to_the_scratch_slot_and_never_wrap_to_
 ) -> None:
     found = run([(8, 1)], 5, 8, interpret, device)
     assert found["positions"] == [6, 7, 8, 9, 10]
-    assert found["slot_mapping"] == [2 * 4 + 2, 2 * 4 + 3, 0, 0, 0]
+    assert found["slot_mapping"] == [0, 2 * 4 + 3, 0, 0, 0]
     assert found["kv_len"] == [8]
 
 
