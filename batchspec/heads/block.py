@@ -18,7 +18,10 @@ from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.first_norm import norm_of_random_states
 from batchspec.heads.head import checked_boundaries
 from batchspec.heads.teacher import Teacher
-from batchspec.heads.trained_drafter import TrainedDrafter, mask_token, share_of_draft_vocab
+from batchspec.heads.trained_drafter import TrainedDrafter, dtype_of_inputs, mask_token, share_of_draft_vocab
+from batchspec.kernels.train.prefix_attention import TILES, runs_on_gpu
+from batchspec.model.dtype import dtype_name
+from batchspec.model.layers.attention.of_model import first_attention
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
@@ -71,6 +74,15 @@ class NewBlockHead(TrainedDrafter):
     """It drafts from the anchor, with Markov matrices and an estimate of being accepted."""
 
     name = "block"
+
+    def check_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
+        head_dim, narrow = first_attention(self._target).head_dim, dtype_of_inputs(dtype, device)
+        if device.type == "cuda" and not runs_on_gpu(head_dim, narrow):
+            helps = "model.dtype=bfloat16 or device=cpu" if runs_on_gpu(head_dim, torch.bfloat16) else "device=cpu"
+            raise ConfigError(
+                f"draft=block: a head of {head_dim} numbers in {dtype_name(narrow)} is not trained on a GPU, whose kernels read "
+                f"at most {max(TILES):,} bytes a head in float32 or bfloat16; set {helps}"
+            )
 
     def check(self, rows: list[Row]) -> None:
         self._spec(rows)

@@ -67,7 +67,8 @@ class MtpLayer(TrainedDrafter):
     def network(self, target: Target, rows: list[Row]) -> MtpNetwork:
         dtype = torch.promote_types(target.dtype, torch.float32)
         every = torch.arange(target.spec.vocab_size, device=target.device)
-        matrix = (target.embedding if target.spec.tie else target.output_rows(every)).to(dtype_of_inputs(target))
+        inputs = dtype_of_inputs(target.dtype, target.device)
+        matrix = (target.embedding if target.spec.tie else target.output_rows(every)).to(inputs)
         network = MtpNetwork(self._mtp, matrix).to(dtype)
         if self._start is None:
             draw_weights(network, norm_of_random_states(target, matrix), seed=self._run.train.seed)

@@ -30,6 +30,10 @@ class TrainedDrafter(ABC):
         """files  of the target, whose weights may not be fetched yet. Raises ConfigError and CheckpointError."""
         self._run, self._files, self._target = run, files, target
 
+    def check_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
+        """dtype  of the target. Raises ConfigError if there is no training with it on this device."""
+        return None
+
     def check(self, rows: list[Row]) -> None:
         """Raises ConfigError for settings that do not fit target and completions."""
         return None
@@ -60,7 +64,7 @@ class TrainedDrafter(ABC):
             target,
             aux_layer_ids,
             None if draft_vocab_ids is None else torch.from_numpy(draft_vocab_ids),
-            dtype_of_inputs(target),
+            dtype_of_inputs(target.dtype, target.device),
             prompts=self._run.train.prompts,
             temperature=self._run.train.temperature,
         )
@@ -82,8 +86,8 @@ def share_of_draft_vocab(draft_vocab_ids: Numbers, rows: list[Row], vocab_size: 
     return known / sum(len(row.ids) - row.prompt_len for row in rows)
 
 
-def dtype_of_inputs(target: Target) -> torch.dtype:
-    """dtype of what a network reads of the target. On a GPU the network of a bf16 target learns by bf16 products (`loop.py`),
-    which read the target's states as they come out; elsewhere by fp32 ones, or fp64."""
-    narrow = target.device.type == "cuda" and target.dtype is torch.bfloat16
-    return target.dtype if narrow else torch.promote_types(target.dtype, torch.float32)
+def dtype_of_inputs(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype of what a network reads of a target of `dtype`. On a GPU the network of a bf16 target learns by bf16 products
+    (`loop.py`), which read the target's states as they come out; elsewhere by fp32 ones, or fp64."""
+    narrow = device.type == "cuda" and dtype is torch.bfloat16
+    return dtype if narrow else torch.promote_types(dtype, torch.float32)

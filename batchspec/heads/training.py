@@ -55,6 +55,7 @@ def train(run: TrainRun) -> Path:
     drafter = KINDS["parallel" if run.draft.parallel is True else run.draft.name](run, model, spec)
     device = choose_device(run.device)
     dtype = resolve_dtype(run.model.dtype, spec, device)
+    drafter.check_dtype(dtype, device)
     spec = spec.quantised(run.model.quantize).on(device, dtype, run.model.activations)
     limits = [run.train.max_len, spec.max_len, *([run.model.max_len] if run.model.max_len else [])]
     rows = [row for source in sources for row in read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))]

@@ -28,6 +28,7 @@ TILES = {256: (64, 64, 3), 512: (64, 32, 2), 1024: (32, 32, 1)}
 """Queries and keys of a tile, and stages of a loop, by the most bytes of a head's lanes. The kernels of the gradients hold two
 tiles of queries and two of keys a stage, which must fit the shared memory of a multiprocessor."""
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels read."""
 
 
 @triton.jit
@@ -216,6 +217,11 @@ def tile_of(head_dim: int, itemsize: int) -> tuple[int, int, int]:
             f"supported are at most {max(TILES)} bytes a head: choose a dtype of fewer bytes"
         )
     return found
+
+
+def runs_on_gpu(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels read heads of this size in this dtype."""
+    return dtype in NARROW and _lanes(head_dim) * dtype.itemsize <= max(TILES)
 
 
 def _lanes(head_dim: int) -> int:

@@ -18,13 +18,16 @@ from batchspec.config.schema import InputConfig
 from batchspec.data.dataset.reader import open_source
 from batchspec.draft.block_head import BlockWeights, load_block, open_block
 from batchspec.errors import ConfigError
+from batchspec.heads import training
 from batchspec.heads.block_network import BlockNetwork
 from batchspec.heads.data import read_rows
 from batchspec.heads.evaluate import acceptance
 from batchspec.heads.teacher import Teacher
+from batchspec.kernels.train.prefix_attention import runs_on_gpu, tile_of
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from tests.heads.test_train import BLOCK, CPU, job, mean_length, prepared, record, refused, train
+from tests.helpers.models import make_checkpoint
 
 pytestmark = pytest.mark.second
 
@@ -153,6 +156,35 @@ def test_what_does_not_fit_a_block_is_refused_in_one_line(
     words = [*BLOCK, "draft.num_speculative_tokens=1"]
     assert said in refused(ConfigError, made, tmp_path / "h", capfd, *words, override)
     assert not (tmp_path / "h").exists()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "said"),
+    [
+        (8, "float64", "a head of 8 numbers in float64 is not trained on a GPU"),
+        (264, "float32", "at most 1,024 bytes a head in float32 or bfloat16; set model.dtype=bfloat16 or device=cpu"),
+        (520, "bfloat16", "a head of 520 numbers in bfloat16 is not trained on a GPU"),
+        (520, "bfloat16", "in float32 or bfloat16; set device=cpu"),
+    ],
+)
+def test_heads_that_no_kernel_reads_are_refused_before_rows_are_read_and_weights_loaded(
+    head_dim: int, dtype: str, said: str, made: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "model", "llama", vocab=96, hidden_size=32, head_dim=head_dim)
+    (tmp_path / "out").symlink_to(made / "out")
+    monkeypatch.setattr(training, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(training, "read_rows", None)
+    words = [*BLOCK, "draft.num_speculative_tokens=1", f"model.dtype={dtype}"]
+    assert said in refused(ConfigError, tmp_path, tmp_path / "h", capfd, *words)
+    assert not (tmp_path / "h").exists()
+
+
+def test_kernels_and_what_is_refused_for_them_agree() -> None:
+    sizes = [(size, dtype) for size in (64, 256, 257, 512, 513) for dtype in (torch.float32, torch.bfloat16)]
+    for size, dtype in sizes:
+        with nullcontext() if runs_on_gpu(size, dtype) else pytest.raises(ValueError, match="does not fit shared memory"):
+            tile_of(size, dtype.itemsize)
+    assert [size for size, dtype in sizes if not runs_on_gpu(size, dtype)] == [257, 512, 513, 513]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
