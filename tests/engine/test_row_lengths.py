@@ -182,8 +182,6 @@ def test_counts_from_before_a_time_without_counting_are_forgotten() -> None:
     levels = np.zeros((K, LEVELS), np.int32)
     levels[:, 0] = 64
     lengths.observe_levels(levels, 64)
-    assert lengths._survival is not None
-    assert lengths._trial is not None
     assert lengths.choose(64, 0)[0] == RoundWidth(K), "all drafts survive, as was counted"
     lengths._trial._end(pays=False)
     lengths.observe(K, np.zeros(4096, np.int32))
@@ -228,7 +226,6 @@ def test_rounds_of_few_rows_belong_to_no_phase_of_a_trial() -> None:
 def test_phases_of_two_runs_are_not_compared() -> None:
     """The last rounds of a run make less. Phases that begin in the next run are compared."""
     lengths = timed_lengths(64)
-    assert lengths._trial is not None
     for tokens, rounds in ((1.0, WARM_UP + PHASE_ROUNDS), (64.0, 4 * PHASE_ROUNDS)):
         lengths.restart()
         for phase in phases_of(lengths, 64, rounds):
@@ -240,7 +237,6 @@ def test_phases_of_two_runs_are_not_compared() -> None:
 def test_the_last_rounds_of_a_run_do_not_decide_the_trial_of_the_next_one() -> None:
     """Verifying a part loses a twentieth; the run before ended with 200 rounds of 4 rows within a phase."""
     lengths = timed_lengths(4, 64)
-    assert lengths._trial is not None
     for num_rows, rounds in ((64, WARM_UP + 3), (4, 200), (64, 4 * PHASE_ROUNDS * MOST)):
         lengths.restart()
         for _ in range(rounds):

@@ -94,11 +94,11 @@ class DraftLengths:
         """
         self.draft_len, self.choices = draft_len, choices or candidates(draft_len)
         self.times = RoundTimes(experts, num_nodes)
-        self._survival = Survival(draft_len) if row_lengths else None
-        self._trial = PartTrial() if row_lengths else None
+        self._survival, self._trial = Survival(draft_len), PartTrial()
         self._whole = [RoundWidth(draft_len) for draft_len in self.choices]
         self.partial = partial_widths(self.choices) if row_lengths else []
-        """Widths of rounds that verify a part of their drafts, by ascending means."""
+        """Widths of rounds that verify a part of their drafts, by ascending means. Without any nothing is tried, and no survival
+        is reported."""
         self._rounds, self._lost_rounds = 0, 0.0
         self._current = RoundWidth(draft_len)
         self._next: RoundWidth | None = None
@@ -112,20 +112,17 @@ class DraftLengths:
         self._num_probed = Counter[tuple[int, int]]()
         self._tried = [PRIOR_ROWS] * self.draft_len
         self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.draft_len
-        if self._survival is not None:
-            self._survival.forget()
-        if self._trial is not None:
-            self._trial.restart()
+        self._survival.forget()
+        self._trial.restart()
 
     def verify_all(self) -> None:
         """From now on rounds verify all drafts of every row, and report no survival. Only before the first round."""
-        self._survival, self._trial, self.partial = None, None, []
+        self.partial = []
 
     def restart(self) -> None:
         """A run begins: no width was chosen for its first round. What was measured stays, but for phases that have not ended."""
         self._next = None
-        if self._trial is not None:
-            self._trial.drop_unfinished()
+        self._trial.drop_unfinished()
 
     @property
     def ready(self) -> bool:
@@ -162,8 +159,7 @@ class DraftLengths:
 
     def made(self, phase: int, num_rows: int, tokens: float, seconds: float) -> None:
         """Note the tokens that a round of this phase (`turn`) made, each by its row's weight, in so many measured seconds."""
-        if self._trial is not None:
-            self._trial.add(phase, num_rows, tokens, seconds)
+        self._trial.add(phase, num_rows, tokens, seconds)
 
     def observe(
         self, draft_len: int, accepted: NDArray[np.int32], after_draft: NDArray[np.bool_] | None = None,
@@ -187,8 +183,7 @@ class DraftLengths:
 
     def observe_levels(self, levels: NDArray[np.int32], num_rows: int) -> None:
         """Note the survival of all drafts of a round over so many live rows, int32 [K, LEVELS]."""
-        if self._survival is not None:
-            self._survival.observe(levels, num_rows)
+        self._survival.observe(levels, num_rows)
 
     def timed(
         self, num_rows: int, width: RoundWidth | int, context_tokens: int, seconds: float, *, prepare_next: bool = False,
@@ -217,16 +212,15 @@ class DraftLengths:
         for k, tried in enumerate(self._tried):
             self._tried[k] = max(LEAST_WEIGHT, decay * tried)
             self._kept[k] *= self._tried[k] / tried
-        if self._survival is not None:
-            self._survival.fade(decay)
+        self._survival.fade(decay)
 
     def _tokens(self) -> list[float]:
         """Expected tokens of a round for each of `choices`."""
-        survival = self._survival if self._next_turn.counts_drafts else None
-        known = 0 if survival is None else survival.known_len
+        survival = self._survival
+        known = survival.known_len if self._next_turn.counts_drafts else 0
         rate, accepted, tokens = 1.0, 0.0, [1.0]
         for k, (kept, tried) in enumerate(zip(self._kept, self._tried, strict=True), 1):
-            if survival is not None and k <= known:
+            if k <= known:
                 rate, accepted = survival.accepted(k, k) - accepted, survival.accepted(k, k)
             else:
                 rate *= kept / tried
@@ -238,7 +232,7 @@ class DraftLengths:
         """What rounds that verify a part of their drafts count as tokens a row: those that were timed, and whose drafts were
         counted."""
         survival = self._survival
-        if survival is None or num_rows < LEAST_ROWS or not live_rows or not self._next_turn.may_verify_part:
+        if num_rows < LEAST_ROWS or not live_rows or not self._next_turn.may_verify_part:
             return {}
         tokens = {}
         for width in self.partial:
@@ -250,7 +244,7 @@ class DraftLengths:
     def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> RoundWidth:
         """The width of a round, whose turn is `_next_turn` from now on."""
         self._next_rows, self._next_turn = num_rows, self._next_turn._replace(phase=None)
-        if self._trial is not None and self._survival is not None and num_rows >= LEAST_ROWS:
+        if self.partial and num_rows >= LEAST_ROWS:
             counted, self._next_turn = self._next_turn.counts_drafts, self._trial.next_turn()
             if not counted and self._next_turn.counts_drafts:
                 self._survival.forget()  # it is old
@@ -286,7 +280,7 @@ class DraftLengths:
 
     def _uncounted(self, num_rows: int) -> list[int]:
         """The least K that a round which verifies a part drafts, and whose drafts were never counted."""
-        if self._survival is None or num_rows < LEAST_ROWS or not self._next_turn.counts_drafts:
+        if num_rows < LEAST_ROWS or not self._next_turn.counts_drafts:
             return []
         return [one.draft_len for one in self.partial if one.draft_len > self._survival.known_len][:1]
 
