@@ -26,7 +26,7 @@ from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
-from batchspec.engine.rounds.part_trial import PHASE_ROUNDS, WARM_UP, Turn
+from batchspec.engine.rounds.part_trial import FEWEST, PHASE_ROUNDS, WARM_UP, Turn
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
@@ -184,8 +184,26 @@ def test_rows_of_a_round_count_by_their_weights(monkeypatch: pytest.MonkeyPatch)
         assert not one.counts_acceptance(replace(launch, width=width))
 
 
+def test_phases_of_fewer_live_rows_favour_neither_kind_of_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rounds take as long, and every row gets two tokens from each; the later of two phases that are compared has a quarter
+    fewer rows."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
+    batch = packed(16, row_buckets=row_buckets(16), num_verified=3)
+    one: Any = planner(batch, 3, draft_lens=candidates(3), base=lambda shape: 10.0 + 4.0 * shape.width.verified, row_lengths=True)
+    one.prepare(MODE)
+    now = 0.0
+    for number in range(WARM_UP + 2 * PHASE_ROUNDS * FEWEST):
+        count = 12 if (number - WARM_UP) // PHASE_ROUNDS % 2 else 16
+        now += 20.0
+        launch = chosen(one, 16, np.where(np.arange(16) < count, np.arange(16), -1), np.full(16, 300))
+        one.learn(launch, arrived(now), accepting(count, 1))
+    assert one._lengths._trial._gains == pytest.approx([0.0] * (FEWEST - 1))
+
+
 def test_what_measured_rounds_made_decides_whether_they_may_verify_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the weights of the rows, and by the time until the result arrived; not of a round after a prefill."""
+    """Per row, by the weights of the rows, and by the time until the result arrived; not of a round after a prefill. A row that
+    waits does not count."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     batch = packed(12, row_buckets=row_buckets(12), num_verified=3)
@@ -201,13 +219,14 @@ def test_what_measured_rounds_made_decides_whether_they_may_verify_a_part(monkey
             one.learn(UnreadLaunch(owners=owners, is_prefill=True, num_prefilled=9), arrived(now), accepting(12, 0), None)
         weights = None if number % 2 else np.linspace(0.5, 1.5, 12)
         log = accepting(12, 1)
-        log.num_kept[0] = 6
+        log.num_kept[0], log.num_kept[6] = 6, 0
         one.learn(launches[-1], arrived(now), log, weights)
     assert {launch.trial_phase for launch in launches[:WARM_UP]} == {None}
     assert len({launch.trial_phase for launch in launches[WARM_UP:]}) == 1
     assert len(seen) == PHASE_ROUNDS - 1
     assert {made[:2] for made in seen} == {(launches[-1].trial_phase, 12)}
-    assert {round(made[2], 9) for made in seen} == {28.0, 26.0}
+    left_out = np.linspace(0.5, 1.5, 12)[6]
+    assert {round(made[2], 9) for made in seen} == {round(26 / 11, 9), round((26 - 2 * left_out) / (12 - left_out), 9)}
     assert {made[3] for made in seen} == {20.0}
     assert all(launch.counts_drafts for launch in launches)
     monkeypatch.setattr(one._lengths, "turn", Turn(False, False, None))

@@ -97,7 +97,7 @@ class Simulated:
                 lengths.observe(draft_len, taken)
             made, took = self.num_rows + int(taken.sum()), seconds_of(self.num_rows, width) + self.host_s(width)
             if turn.phase is not None:
-                lengths.made(turn.phase, self.num_rows, made, took)
+                lengths.made(turn.phase, self.num_rows, made / self.num_rows, took)
             if number >= skip:
                 self.tokens += made
                 self.seconds += took
@@ -242,7 +242,7 @@ def test_the_last_rounds_of_a_run_do_not_decide_the_trial_of_the_next_one() -> N
         for _ in range(rounds):
             lengths.choose(num_rows, 0)
             if lengths.turn.phase is not None:
-                lengths.made(lengths.turn.phase, num_rows, num_rows * (1 - 0.05 * lengths.turn.may_verify_part), 1.0)
+                lengths.made(lengths.turn.phase, num_rows, 1 - 0.05 * lengths.turn.may_verify_part, 1.0)
     assert lengths._trial._ended
     assert not lengths._trial.pays
     assert lengths._trial._gains == pytest.approx([math.log(0.95)] * FEWEST)

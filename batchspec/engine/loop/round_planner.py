@@ -231,26 +231,26 @@ class RoundPlanner:
             self._refills.add(launch, took)
         if self._lengths is None:
             return
+        took_part = log.num_kept > 0
+        own = None if weights is None else weights[took_part]
         if not launch.is_prefill:
-            self._observe(self._lengths, launch, result, log, weights)
+            self._observe(self._lengths, launch, result, log, took_part, own)
         if took is not None and not took.num_prefilled:
             self._lengths.timed(
                 launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )
-            if launch.trial_phase is not None:
-                tokens = log.num_kept.sum() if weights is None else log.num_kept @ weights
-                self._lengths.made(launch.trial_phase, launch.num_rows, float(tokens), took.seconds)
+            if launch.trial_phase is not None and took_part.any():
+                tokens = float(np.average(log.num_kept[took_part], weights=own))
+                self._lengths.made(launch.trial_phase, launch.num_rows, tokens, took.seconds)
 
     def _observe(
         self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog,
-        weights: NDArray[np.float64] | None,
+        took_part: NDArray[np.bool_], weights: NDArray[np.float64] | None,
     ) -> None:
-        """Note the acceptance of a round."""
+        """Note the acceptance of a round. took_part: which lines are of rows that kept tokens; weights: of these rows."""
         if self.counts_acceptance(launch):
-            took_part = log.num_kept > 0
-            own = None if weights is None else weights[took_part]
-            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part], own)
+            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part], weights)
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 

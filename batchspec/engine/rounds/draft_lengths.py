@@ -158,7 +158,8 @@ class DraftLengths:
         return now, self._next.draft_len > 0
 
     def made(self, phase: int, num_rows: int, tokens: float, seconds: float) -> None:
-        """Note the tokens that a round of this phase (`turn`) made, each by its row's weight, in so many measured seconds."""
+        """Note the tokens that a live row got from a round of this phase (`turn`) in so many measured seconds, on average over
+        the rows by their weights."""
         self._trial.add(phase, num_rows, tokens, seconds)
 
     def observe(

@@ -46,6 +46,7 @@ class Measured(NamedTuple):
 
     num_rounds: int = 0
     tokens: float = 0.0
+    """Of a row."""
     seconds: float = 0.0
     row_buckets: frozenset[int] = frozenset()
 
@@ -94,7 +95,11 @@ class PartTrial:
         return 0.0 if self.pays else GAIN
 
     def add(self, phase: int, num_rows: int, tokens: float, seconds: float) -> None:
-        """Note what a round of this phase, over this row bucket, made in so many seconds."""
+        """Note the tokens that a live row got on average from a round of this phase, over this row bucket, in so many seconds.
+
+        Not those of all rows together: phases may have different numbers of live rows, and a round over one bucket takes about as
+        long for any of them.
+        """
         if self._ended or phase < self._first:
             return
         if phase not in self._measured and (phase - self._first) % 2 == 0:
