@@ -1,14 +1,16 @@
 """Walk over the candidates of a block's drafts, where each draft changes the scores of the next:
 
-    z[c] = scores[k, c] + factor * (w2[ids[k, c]] . w1[prev]),   draft k = the candidate of the largest z, which is then prev
+    z[c] = scores[k, c] + factor * (w2[ids[k, c]] . (w1[prev] * gate[k])),   draft k = the candidate of the largest z, then prev
 
-factor is 1 / temperature of a sampled row, whose scores are logits / temperature + noise, and 1 of a greedy one. How sure each
-choice is, where it is asked for: as `argmax` counts it, of the choice among the candidates; or of the estimate
+factor is 1 / temperature of a sampled row, whose scores are logits / temperature + noise, and 1 of a greedy one. gate is 1 of a
+Markov head, and comes from the draft's state of DFlash2's selector. How sure each choice is, where it is asked for: as `argmax`
+counts it, of the choice among the candidates; or of the estimate
 
     sigmoid(sure_of_state[k] + sure_of_token . w1[prev])
 
 One program a row: K steps, and a step reads 1 + C rows of `rank` numbers. Bound by latency: K dependent reads.
-Source: the Markov head of DSpark (arXiv 2607.05147); few candidates suffice (vLLM's `dspark_draft_topk`).
+Source: the Markov head of DSpark (arXiv 2607.05147), for which few candidates suffice (vLLM's `dspark_draft_topk`); the candidate
+selector of DFlash2 (https://github.com/z-lab/dflash, dflash/model.py).
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from batchspec.kernels.sampling.argmax import confidence_bin, confidence_of
 
 @triton.jit(do_not_specialize=["num_steps"])
 def walk_candidates_kernel(
-    scores, ids, prev, w1, w2, map_ids, temperature, sure_of_state, sure_of_token, out_ids, out_confidence, num_steps, out_stride,
-    confidence_stride, prev_stride, RANK: tl.constexpr, LANES: tl.constexpr, COUNT: tl.constexpr, CANDIDATES: tl.constexpr,
-    PDL: tl.constexpr,
+    scores, ids, prev, w1, w2, gate, map_ids, temperature, sure_of_state, sure_of_token, out_ids, out_confidence, num_steps,
+    out_stride, confidence_stride, prev_stride, RANK: tl.constexpr, LANES: tl.constexpr, COUNT: tl.constexpr,
+    CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     r, c = tl.arange(0, LANES), tl.arange(0, CANDIDATES)
@@ -45,8 +47,11 @@ def walk_candidates_kernel(
         score = tl.load(scores + at, mask=exists, other=float("-inf")).to(tl.float32)
         draft = tl.load(ids + at, mask=exists, other=0)
         before = tl.load(w1 + token * RANK + r, mask=of_rank, other=0.0).to(tl.float32)
+        context = before
+        if gate is not None:
+            context = before * tl.load(gate + (row * num_steps + k) * RANK + r, mask=of_rank, other=0.0).to(tl.float32)
         after = tl.load(w2 + draft[:, None] * RANK + r[None, :], mask=exists[:, None] & of_rank[None, :], other=0.0)
-        z = score + factor * tl.sum(after.to(tl.float32) * before[None, :], 1)
+        z = score + factor * tl.sum(after.to(tl.float32) * context[None, :], 1)
         z = tl.where(z == z, z, float("-inf"))  # tl.max ignores NaN; such a candidate is never better than another
         top = tl.max(z, 0)
         place = tl.min(tl.where((z == top) & exists, c, CANDIDATES - 1), 0)
@@ -76,6 +81,7 @@ def walk_candidates(
     w2: Tensor,
     *,
     out_ids: Tensor,
+    gate: Tensor | None = None,
     map_ids: Tensor | None = None,
     temperature: Tensor | None = None,
     sure_of_state: Tensor | None = None,
@@ -90,6 +96,7 @@ def walk_candidates(
     prev         int32 [R] of any stride: the token before the first draft, as target id
     w1           [target tokens, rank];  w2 [V, rank], fp32, bf16, fp16 or fp64
     out_ids      int32 [R, K]  target ids; rows may be slices of wider ones
+    gate         [R, K, rank] of the dtype of w1; None: 1
     map_ids      int32 [V] draft id -> target id; None: they are equal
     temperature  fp32 [R] of the rows whose scores hold noise; None: of no row
     sure_of_state  fp32 or fp64 [R, K], sure_of_token [rank] of its dtype: log odds that the draft is accepted; None: the
@@ -108,6 +115,8 @@ def walk_candidates(
     for key, out in (("out_ids", out_ids), ("out_confidence", out_confidence)):
         if out is not None:
             check(f"{name}: {key}", out, (num_rows, steps), torch.int32, rows=True)
+    if gate is not None:
+        check(f"{name}: gate", gate, (num_rows, steps, rank), w1.dtype)
     if map_ids is not None:
         check(f"{name}: map_ids", map_ids, (w2.shape[0],), torch.int32)
     if temperature is not None:
@@ -120,12 +129,12 @@ def walk_candidates(
         raise ValueError(f"{name}: sure_of_token without sure_of_state; give both")
     if not (scores.is_cuda or interpret) or scores.dtype is torch.float64:
         walk_candidates_reference(
-            scores, ids, prev, w1, w2, out_ids=out_ids, map_ids=map_ids, temperature=temperature, sure_of_state=sure_of_state,
-            sure_of_token=sure_of_token, out_confidence=out_confidence,
+            scores, ids, prev, w1, w2, out_ids=out_ids, gate=gate, map_ids=map_ids, temperature=temperature,
+            sure_of_state=sure_of_state, sure_of_token=sure_of_token, out_confidence=out_confidence,
         )
     elif num_rows:
         walk_candidates_kernel[(num_rows,)](
-            scores, ids, prev, w1, w2, map_ids, temperature, sure_of_state, sure_of_token, out_ids, out_confidence, steps,
+            scores, ids, prev, w1, w2, gate, map_ids, temperature, sure_of_state, sure_of_token, out_ids, out_confidence, steps,
             out_ids.stride(0), 0 if out_confidence is None else out_confidence.stride(0), prev.stride(0), RANK=rank,
             LANES=triton.next_power_of_2(rank), COUNT=count, CANDIDATES=triton.next_power_of_2(count), num_warps=4,
             **launch_args(scores),
@@ -140,6 +149,7 @@ def walk_candidates_reference(
     w2: Tensor,
     *,
     out_ids: Tensor,
+    gate: Tensor | None = None,
     map_ids: Tensor | None = None,
     temperature: Tensor | None = None,
     sure_of_state: Tensor | None = None,
@@ -154,7 +164,8 @@ def walk_candidates_reference(
     token = prev.long()
     for k in range(scores.shape[1]):
         before = w1[token].to(wide)
-        bias = (w2[ids[:, k]].to(wide) @ before.unsqueeze(2)).squeeze(2)
+        context = before if gate is None else before * gate[:, k].to(wide)
+        bias = (w2[ids[:, k]].to(wide) @ context.unsqueeze(2)).squeeze(2)
         z = scores[:, k].to(wide) + factor.unsqueeze(1) * bias
         z = torch.where(z.isnan(), float("-inf"), z)
         top, place = z.max(1)

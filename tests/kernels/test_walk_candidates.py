@@ -64,6 +64,24 @@ def test_the_bias_is_scaled_as_the_scores_of_sampled_rows_are(interpret: bool, d
     assert drafts == [doubled[0], plain[1]]
 
 
+def test_a_gate_changes_what_the_token_before_adds(interpret: bool, device: torch.device) -> None:
+    found = drawn(3, 4, 5, 7)
+    gate = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(1))
+    drafts, sure = walk(interpret, device, **found, gate=gate)
+    for row, own in enumerate(drafts):
+        before = int(found["prev"][row])
+        for k, draft in enumerate(own):
+            z = found["scores"][row, k] + found["w2"][found["ids"][row, k]] @ (found["w1"][before] * gate[row, k])
+            before = int(found["ids"][row, k, z.argmax()])
+            assert draft == before
+            assert sure[row][k] == int(confidence_of(torch.exp(z - z.max()).sum().unsqueeze(0)))
+    assert drafts != walk(interpret, device, **found)[0]
+    estimate = {"sure_of_state": torch.zeros(3, 4), "sure_of_token": torch.ones(7)}
+    drafts, sure = walk(interpret, device, **found, gate=gate, **estimate)
+    odds = float(found["w1"][drafts[1][2]].sum())
+    assert sure[1][3] == min(31, max(0, int((4 * (odds + 3)) // 1)))  # the estimate reads the token before without the gate
+
+
 def test_the_confidence_is_that_of_the_choice_or_of_the_head(interpret: bool, device: torch.device) -> None:
     found = drawn(2, 3, 6, 4)
     drafts, sure = walk(interpret, device, **found)
@@ -103,7 +121,9 @@ def test_kernel_and_reference_agree(count: int, rank: int, steps: int) -> None:
     found |= {"sure_of_state": torch.randn(4, steps), "sure_of_token": torch.randn(rank)}
     for dtype in (torch.float32, torch.bfloat16):
         typed = found | {name: found[name].to(dtype) for name in ("w1", "w2")}
-        assert walk(True, device, **typed)[0] == walk(False, torch.device("cpu"), **typed)[0]
+        gates: list[dict[str, Any]] = [{}, {"gate": torch.randn(4, steps, rank).to(dtype)}]
+        for gate in gates:
+            assert walk(True, device, **typed, **gate)[0] == walk(False, torch.device("cpu"), **typed, **gate)[0]
 
 
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
@@ -114,6 +134,8 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         ({"w2": good["w2"].double()}, "walk_candidates: w2 is float64"),
         ({"out_ids": torch.zeros(2, 2, dtype=torch.int32)}, r"walk_candidates: out_ids is int32 \[2, 2\]"),
         ({"map_ids": torch.zeros(9, dtype=torch.int32)}, r"walk_candidates: map_ids is int32 \[9\]"),
+        ({"gate": torch.zeros(2, 3, 4)}, r"walk_candidates: gate is float32 \[2, 3, 4\]"),
+        ({"gate": torch.zeros(2, 3, 5).double()}, "walk_candidates: gate is float64"),
         ({"sure_of_token": torch.zeros(5)}, "walk_candidates: sure_of_token without sure_of_state"),
     ]
     for changes, said in bad:

@@ -51,14 +51,19 @@ for _width in (1, 5, 16):
          limit=PI32, live=PI32, page_table=PI32, out_ids=PI32, out_positions=PI64, out_slot_mapping=PI64, out_start=PI32,
          out_kv_len=PI32, out_seen=PI64, out_draft_len=PI32, mask_id=I32, draft_len=I32, token_stride=I32, max_pages=I32,
          WIDTH=_width, LANES={1: 1, 5: 8, 16: 16}[_width], PAGE_SIZE=16)
-for _dtype, _map_ids, _heat, _state, _token, _sure in (
-    ("bf16", None, None, None, None, None), ("bf16", PI32, PF32, PF32, PF32, PI32), ("fp32", PI32, None, PF32, None, PI32),
-    ("bf16", None, PF32, None, None, PI32),
+for _dtype, _map_ids, _heat, _state, _token, _sure, _gate in (
+    ("bf16", None, None, None, None, None, None), ("bf16", PI32, PF32, PF32, PF32, PI32, None),
+    ("fp32", PI32, None, PF32, None, PI32, None), ("bf16", None, PF32, None, None, PI32, None),
+    ("bf16", None, PF32, None, None, PI32, "*bf16"), ("fp32", None, None, None, None, None, PF32),
 ):
-    case(f"walk_candidates_kernel {_dtype} map {_map_ids}, temperature {_heat}, confidence {_state} {_token} {_sure}",
-         "walk_candidates", 4, scores=PF32, ids=PI64, prev=PI32, w1=f"*{_dtype}", w2=f"*{_dtype}", map_ids=_map_ids,
+    case(f"walk_candidates_kernel {_dtype} map {_map_ids}, temperature {_heat}, sure {_state} {_token} {_sure}, gate {_gate}",
+         "walk_candidates", 4, scores=PF32, ids=PI64, prev=PI32, w1=f"*{_dtype}", w2=f"*{_dtype}", gate=_gate, map_ids=_map_ids,
          temperature=_heat, sure_of_state=_state, sure_of_token=_token, out_ids=PI32, out_confidence=_sure, num_steps=I32,
          out_stride=I32, confidence_stride=I32, prev_stride=I32, RANK=256, LANES=256, COUNT=16, CANDIDATES=16)
+for _dtype, _channels, _taps in (("bf16", 5120, 2), ("bf16", 4096, 3), ("fp32", 96, 2), ("fp64", 96, 1)):
+    case(f"block_conv_kernel {_dtype}, {_channels} channels, {_taps} taps", "block_conv", 4, x=f"*{_dtype}", delta=f"*{_dtype}",
+         base=f"*{_dtype}", out=f"*{_dtype}", num_tokens=I32, block=I32, delta_stride=I32, CHANNELS=_channels, GROUP=16,
+         TAPS=_taps, TOKENS=4, LANES=512, ACC="fp64" if _dtype == "fp64" else "fp32")
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
     for _positions in (None, PI64):
