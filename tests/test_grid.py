@@ -222,7 +222,8 @@ def head_of(model: Model) -> Head:
 
 @cache
 def block_of(model: Model) -> BlockWeights:
-    return tiny_block(target_of(model).spec, from_anchor=len(model.name) % 2 == 0)
+    spec, form = target_of(model).spec, len(model.name) % 3
+    return tiny_block(spec, dflash2=True) if form == 2 else tiny_block(spec, from_anchor=form == 0)
 
 
 def drafter_of(kind: str, model: Model, target: Target, outputs: dict[int, list[int]]) -> Drafter:

@@ -16,7 +16,7 @@ from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.draft.block_head import dummy_block_spec, open_block
-from batchspec.draft.block_head import products as block_products
+from batchspec.draft.block_tensors import products as block_products
 from batchspec.draft.head import products as head_products
 from batchspec.draft.mtp_head import products as mtp_products
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
@@ -101,7 +101,7 @@ def _products(args: argparse.Namespace, spec: ModelSpec) -> list[Product]:
 
 
 def _of_head(args: argparse.Namespace, spec: ModelSpec) -> list[Product]:
-    """Of the given head; of a shape, of typical heads that draft one token after another and a block."""
+    """Of the given head; of a shape, of typical heads: EAGLE-3, DSpark, DFlash2."""
     if args.draft_path:
         files = find_model(args.draft_path, key="--draft-path")
         if drafts_blocks(stored_tensors(files)):
@@ -110,9 +110,8 @@ def _of_head(args: argparse.Namespace, spec: ModelSpec) -> list[Product]:
     if args.model not in SHAPES or not has_usual_heads(spec):
         return []
     vocab = DRAFT_VOCAB.get(args.model, DEFAULT_DRAFT_VOCAB)
-    return [
-        *head_products(dummy_spec(spec, draft_vocab_size=vocab)), *block_products(dummy_block_spec(spec, draft_vocab_size=vocab))
-    ]
+    blocks = (dummy_block_spec(spec, draft_vocab_size=vocab, dflash2=dflash2) for dflash2 in (False, True))
+    return [*head_products(dummy_spec(spec, draft_vocab_size=vocab)), *(each for one in blocks for each in block_products(one))]
 
 
 def _spec(model: str) -> ModelSpec:

@@ -46,7 +46,7 @@ DRAFTERS: dict[str, Entry] = {
     ),
     "block": Entry(
         reads=tuple(f"draft.{key}" for key in ("path", "aux_layers", "window", "sink_tokens", "cache_dtype", "coupled")),
-        needs={"draft.path": "the folder or hub id of a DFlash or DSpark head made for the model"},
+        needs={"draft.path": "the folder or hub id of a DFlash, DFlash2 or DSpark head made for the model"},
         dummy=True,
         trained=True,
     ),

@@ -1,15 +1,16 @@
-"""draft=block: a DFlash or DSpark head drafts a block of K tokens in one forward pass.
+"""draft=block: a DFlash, DFlash2 or DSpark head drafts a block of K tokens in one forward pass.
 
     context      K and V of every position that the target has verified, from its states alone: prefill and catch-up write them
     block        the newest token, then masks, at positions num_tokens - 1 and later; a query attends to the context and to all
                  of the block, or to no later query of it where the head's layer is causal
-    draft k      DSpark: of query k.   DFlash: of query k + 1, the mask at the draft's own position
-    DSpark       the token before a draft changes its logits: `walk_candidates` walks over the best ones of each
+    draft k      DSpark: of query k.   DFlash, DFlash2: of query k + 1, the mask at the draft's own position
+    DSpark, DFlash2   the token before a draft changes its logits: `walk_candidates` walks over the best ones of each
+    DFlash2      convolutions around attention and MLP of each layer: a query reads the one before it in the block (`block_conv`)
 
 The block's K and V are in the slots of the positions to verify: the catch-up overwrites them, and nothing reads them before. A
 block has as many queries as the round needs, fewer than in training. It needs no embeddings of the prompt, and keeps nothing of
 a row but K and V.
-Source: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147).
+Source: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), DFlash2 (https://github.com/z-lab/dflash).
 Legend: R rows, T flat positions, K draft_len, S queries of a block, H hidden, V draft vocabulary.
 """
 
@@ -32,18 +33,17 @@ from batchspec.config.schema import RunConfig
 from batchspec.draft.block_head import (
     BlockHead,
     BlockWeights,
-    block_bytes,
-    block_layers,
     dummy_block,
     dummy_block_spec,
     load_block,
     open_block,
 )
 from batchspec.draft.block_spec import BlockSpec
+from batchspec.draft.block_tensors import block_bytes, block_layers
 from batchspec.draft.bound_head import HeadShape, Place, head_states
 from batchspec.draft.coupled import later_draws
 from batchspec.draft.eagle3 import reading
-from batchspec.draft.markov import MarkovWalk
+from batchspec.draft.markov import CandidateWalk
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
@@ -74,7 +74,7 @@ class BlockDrafter(HeadReader):
         self._layout = UniformLayout(slots, widths, device)
         no_later = torch.tensor([(1 << j + 1) - 1 if j < 63 else -1 for j in range(widest)], device=device)
         self._no_later = {width: no_later[:width].repeat(slots) for width in widths}
-        self._walk = MarkovWalk(head, self.head.output)
+        self._walk = CandidateWalk(head, self.head.output)
 
     @property
     def prefill_by_bounds(self) -> bool:
@@ -144,7 +144,7 @@ class BlockDrafter(HeadReader):
         for i, kind in enumerate(zip(self._windows, self._block.causal, strict=True)):
             if kind not in plans:
                 plans[kind] = self._plan(batch, cache, *kind)
-            normed = self.head.layer(i, normed, residual, at, self._pages(cache, i), plans[kind])
+            normed = self.head.block_layer(i, normed, residual, at, self._pages(cache, i), plans[kind], batch.max_q)
         return normed
 
     def _plan(self, batch: FlatBatch, cache: KVCache, window: int | None, causal: bool) -> AttentionPlan:

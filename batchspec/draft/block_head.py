@@ -1,120 +1,50 @@
-"""A head that drafts a block: its tensors and its network. T tokens, R rows, H hidden, V draft vocabulary.
+"""A head that drafts a block: its weights and its network. T tokens, R rows, H hidden, V draft vocabulary.
 
     context    c = norm(fc(the target's states)) [T, H];   K and V of every layer are products of c, all layers in one product
     block      x = embed(the newest token, masks);   L decoder layers, whose queries read the context and the block
     DSpark     logits of a draft += W2 w1[the token before it]
+    DFlash2    logits of its best tokens += B (a[the token before it] * P state);   convolutions within the block (`block_conv`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.image_inputs import ImageInputs
+from batchspec.cache.page_format import LayerPages
 from batchspec.checkpoint.config_values import shown
 from batchspec.checkpoint.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.checkpoint.weight_files import opened_weights
-from batchspec.draft.block_spec import CONFIDENCE, CONFIDENCE_BIAS, MARKOV, MARKOV_OUT, BlockSpec, read_block
-from batchspec.draft.bound_head import BoundHead, Place, layer_gemms
+from batchspec.draft.block_conv import ConvolvedLayer
+from batchspec.draft.block_parts import CONFIDENCE, CONFIDENCE_BIAS
+from batchspec.draft.block_spec import BlockSpec, read_block
+from batchspec.draft.block_tensors import IGNORED, block_layers, convs_of, expected_tensors, normalised
+from batchspec.draft.bound_head import BoundHead, Place
 from batchspec.draft.head import HeadWeights
 from batchspec.draft.head_tensors import head_prefix
 from batchspec.draft.output import DraftOutput
 from batchspec.draft.weights import check_tables, map_ids_of
 from batchspec.errors import CheckpointError
-from batchspec.model.checkpoint_part import block_tensors
+from batchspec.model.decoder import ResidualStream
 from batchspec.model.fused import rms_norm
-from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.of_model import first_attention
 from batchspec.model.layers.attention.paged import PagedStore
-from batchspec.model.layers.base import Gemm, ProductSpec, Projection, TensorSpec
-from batchspec.model.layers.layer import LayerSpec
-from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
-from batchspec.model.products import gemm_products
-from batchspec.model.quant.plain import PLAIN, Linear
+from batchspec.model.layers.attention.plan import AttentionPlan
+from batchspec.model.quant.plain import Linear
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weight_checks import misfits
-from batchspec.tuning.table import Product
 
-_OTHER_NAMES = {
-    "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "dflash.": "", "dspark.": "",
-    "markov_w1.": "markov_head.markov_w1.", "markov_w2.": "markov_head.markov_w2.",
-}
-_IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 _PICKLES = ("mask_embedding.pt", "mask_embedding.bin", "mask_embedding.pth")
 _WIDE = (CONFIDENCE, CONFIDENCE_BIAS)
 """Tensors that are kept in fp32, or in fp64 for such a model."""
-
-
-def normalised(name: str) -> str:
-    """A tensor's name -> `fc.weight`, `hidden_norm.weight`, `layers.{i}.self_attn.q_proj.weight`, `norm.weight`, `d2t` ..."""
-    name = name.removeprefix("model.")
-    for other, usual in _OTHER_NAMES.items():
-        if name.startswith(other):
-            return usual + name.removeprefix(other)
-    return name
-
-
-def block_layers(spec: BlockSpec) -> tuple[LayerSpec, ...]:
-    mlp = GatedMlpSpec(hidden_size=spec.hidden_size, inner_size=spec.intermediate_size, eps=spec.rms_eps, bias=spec.mlp_bias)
-    attention = AttentionSpec(
-        hidden_size=spec.hidden_size, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        eps=spec.rms_eps, qkv_bias=spec.qkv_bias, o_bias=spec.o_bias, qk_norm=spec.qk_norm,
-    )
-    return tuple(LayerSpec(replace(attention, window=window), (mlp,)) for window in spec.windows)
-
-
-def expected_tensors(spec: BlockSpec) -> list[TensorSpec]:
-    """Every tensor that the spec requires, by normalised name, in the order in which `dummy_block` draws them."""
-    hidden = spec.hidden_size
-    tensors = [*PLAIN.tensors(_fc(spec).parts[0])]
-    tensors += [TensorSpec(f"{name}.weight", (hidden,), "norm") for name in ("hidden_norm", "norm")]
-    if spec.own_embedding:
-        tensors.append(TensorSpec("embed_tokens.weight", (spec.vocab_size, hidden), "weight"))
-    if spec.own_head:
-        tensors.append(TensorSpec("lm_head.weight", (spec.draft_vocab_size, hidden), "weight"))
-    if spec.mapped:
-        tensors.append(TensorSpec("d2t", (spec.draft_vocab_size,), "table", ("I64", "I32")))
-    if spec.markov_rank:
-        tensors.append(TensorSpec(MARKOV, (spec.vocab_size, spec.markov_rank), "weight"))
-        tensors.append(TensorSpec(MARKOV_OUT, (spec.draft_vocab_size, spec.markov_rank), "weight"))
-    if spec.confidence != "none":
-        width = hidden + (spec.markov_rank if spec.confidence == "markov" else 0)
-        tensors.append(TensorSpec(CONFIDENCE, (1, width), "weight"))
-        tensors.append(TensorSpec(CONFIDENCE_BIAS, (1,), "bias"))
-    for i, layer in enumerate(block_layers(spec)):
-        tensors += [tensor for block in layer.blocks for tensor in block_tensors(block, head_prefix(i))]
-    return tensors
-
-
-def block_bytes(spec: BlockSpec, dtype: torch.dtype) -> int:
-    """Bytes of the head's weights in memory, with the second copy of the rows that compute K and V of the context."""
-    stored = sum(prod(tensor.shape) for tensor in expected_tensors(spec) if tensor.role != "table")
-    return (stored + sum(product.rows * product.k for product in _context_products(spec))) * dtype.itemsize
-
-
-def _fc(spec: BlockSpec) -> ProductSpec:
-    return ProductSpec((Projection("fc", spec.hidden_size, len(spec.aux_layer_ids) * spec.hidden_size, spec.fc_bias),))
-
-
-def _context_products(spec: BlockSpec) -> Iterator[ProductSpec]:
-    return (layer.attention.kv for layer in block_layers(spec))
-
-
-def products(spec: BlockSpec) -> list[Product]:
-    """The matrix products that drafting may use besides the target's output matrix, all with R * S tokens: fc, K and V of all
-    layers, and those of a layer without its K and V."""
-    context = ProductSpec(tuple(part for product in _context_products(spec) for part in product.parts))
-    gemms = [Gemm(product=product, ops=("linear",)) for product in (_fc(spec), context)]
-    gemms += [gemm for layer in block_layers(spec) for gemm in layer_gemms(layer) if gemm.product != layer.attention.kv]
-    output = [("lm_head", spec.draft_vocab_size, spec.hidden_size)] if spec.own_head else []
-    return [*gemm_products(gemms, spec.hidden_size), *output]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +70,11 @@ class BlockHead(BoundHead):
             part=slice(0, spec.draft_vocab_size), ranks=None, argmax=argmax,
         )
         specs, sources = block_layers(spec), [HeadWeights(tensors, head_prefix(i)) for i in range(spec.num_layers)]
-        layers = [layer.build(source) for layer, source in zip(specs, sources, strict=True)]
+        convs = convs_of(spec)
+        layers = [
+            ConvolvedLayer(layer, convs, source) if convs else layer.build(source)
+            for layer, source in zip(specs, sources, strict=True)
+        ]
         super().__init__(target, layers, tensors["norm.weight"], spec.rms_eps, output, None)
         self._fc, self._hidden_norm = Linear(tensors["fc.weight"], tensors.get("fc.bias")), tensors["hidden_norm.weight"]
         prefixes = [head_prefix(i) for i in range(spec.num_layers)]
@@ -164,6 +98,18 @@ class BlockHead(BoundHead):
         for part, own, (q_norm, k_norm) in zip(parts, kv, self._qk_norms, strict=True):
             store = PagedStore(rope=at.rope, slot_mapping=at.slots, kv=own)
             store.rotate_and_store(part, q_norm=q_norm, k_norm=k_norm, eps=self._eps)
+
+    def block_layer(
+        self, index: int, normed: Tensor, residual: Tensor, at: Place, pages: LayerPages, plan: AttentionPlan, queries: int
+    ) -> Tensor:
+        """`layer` for blocks of `queries` queries, with the convolutions of a layer that has them."""
+        layer = self._layers[index]
+        if not isinstance(layer, ConvolvedLayer):
+            return self.layer(index, normed, residual, at, pages, plan)
+        read, deltas = layer.around_attention.into(normed, queries)
+        stream, attend = ResidualStream(residual), layer.attention.spec.attend(pages, plan)
+        layer.after_queries(self.queries(index, read, at, pages), deltas, stream, attend, queries)
+        return self._normed(index, stream)
 
     def enter(
         self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None,
@@ -189,7 +135,7 @@ def open_block(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto"
         )
     stored: dict[str, StoredTensor] = {}
     for name, tensor in stored_tensors(files).items():
-        if name.endswith(_IGNORED):
+        if name.endswith(IGNORED):
             continue
         if normalised(name) in stored:
             raise CheckpointError(f"{files.where}: {listed([name])} is stored twice, under two names; export the head again")
@@ -235,20 +181,34 @@ def dummy_block(spec: BlockSpec, *, dtype: torch.dtype, device: torch.device) ->
     for tensor in expected_tensors(spec):
         if tensor.role != "table":
             out = torch.empty(tensor.shape, dtype=_dtype_of(tensor.name, dtype), device=device)
-            tensors[tensor.name] = out.fill_(1.0) if tensor.role == "norm" else out.normal_(0.0, 0.02, generator=generator)
+            ones = tensor.role in ("norm", "scale")
+            tensors[tensor.name] = out.fill_(1.0) if ones else out.normal_(0.0, 0.02, generator=generator)
     map_ids = torch.arange(spec.draft_vocab_size, device=device) * spec.vocab_size // spec.draft_vocab_size
     return BlockWeights(spec, tensors, map_ids.int() if spec.mapped else None)
 
 
-def dummy_block_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, num_layers: int = 5, block_size: int = 8) -> BlockSpec:
-    """A typical DSpark head: five dense layers of the target's shape, as many of its states, Markov matrices of rank 256."""
+def dummy_block_spec(
+    target: ModelSpec, *, draft_vocab_size: int = 32000, num_layers: int = 5, block_size: int = 8, dflash2: bool = False
+) -> BlockSpec:
+    """A typical DSpark head: five dense layers of the target's shape, as many of its states, Markov matrices of rank 256.
+
+    dflash2  a typical DFlash2 head: in their place convolutions of two taps with groups of 16 channels, and a selector of that
+             rank, over all tokens
+    """
     vocab, like, depth = min(draft_vocab_size, target.vocab_size), first_attention(target), target.num_layers
     taps = sorted({round(1 + i * (depth - 1) / num_layers) for i in range(num_layers)})
-    return BlockSpec(
+    spec = BlockSpec(
         hidden_size=target.hidden_size, num_layers=num_layers, num_heads=like.num_heads, num_kv_heads=like.num_kv_heads,
         head_dim=like.head_dim, intermediate_size=target.intermediate_size, vocab_size=target.vocab_size, draft_vocab_size=vocab,
         aux_layer_ids=tuple(taps), rms_eps=target.rms_eps, rope=target.rope.of_heads, windows=(None,) * num_layers,
         causal=(False,) * num_layers, windows_at_anchor=False, block_size=block_size, from_anchor=True,
         mask_token_id=target.vocab_size - 1, markov_rank=256, confidence="markov", own_head=vocab < target.vocab_size,
         mapped=vocab < target.vocab_size,
+    )
+    if not dflash2:
+        return spec
+    return replace(
+        spec, from_anchor=False, block_size=block_size + 1, draft_vocab_size=target.vocab_size, own_head=False, mapped=False,
+        markov_rank=0, confidence="none", selector_rank=256, conv_taps=2,
+        conv_groups=target.hidden_size // gcd(target.hidden_size, 16),
     )

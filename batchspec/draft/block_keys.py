@@ -1,4 +1,4 @@
-"""The keys of config.json of a DFlash or DSpark head: which are read, which change nothing, and which values are supported."""
+"""The keys of config.json of a DFlash, DFlash2 or DSpark head: which are read, change nothing, or have one supported value."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.draft.layouts import HARMLESS, MASK_KEYS, SHAPE_KEYS
+from batchspec.kernels.sampling.top_candidates import MOST as MOST_CANDIDATES
 
 MOST_QUERIES = 64
 """Most queries of a block: masks of attention have 64 bits."""
 MOST_RANK = 1024
-"""Highest rank of Markov matrices; published heads have 256."""
+"""Highest rank of Markov matrices and of a selector; published heads have 256."""
 RANGES = {
     "block_size": (2, MOST_QUERIES), "target_layer_ids": (-1, 4096), "aux_hidden_state_layer_ids": (0, 4096),
     "num_target_layers": (1, 4096), "markov_rank": (0, MOST_RANK), "num_anchors": (1, 2**31 - 1),
+    "conv_kernel_size": (0, 2**16), "conv_group_size": (0, 2**20), "selector_rank": (0, 2**16),
+    "selector_top_k": (1, MOST_CANDIDATES),
 }
 _NESTED = ("dflash_config", "dspark_config")
 _OF_BLOCKS = frozenset((
@@ -24,7 +27,7 @@ _OF_BLOCKS = frozenset((
 _OF_TRAINING = frozenset(("max_anchors", "confidence_head_alpha"))
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (1.0,), "output_multiplier": (1.0,), "final_logit_softcapping": (0,), "is_neox_style": (True,),
-    "hidden_act": ("silu", "swish"), "markov_head_type": ("vanilla",), "projector_type": ("dflash", "dspark"),
+    "hidden_act": ("silu", "swish"), "markov_head_type": ("vanilla",), "projector_type": ("dflash", "dspark", "dflash2"),
     "attention_mode": ("gqa",),
 }
 """Keys, and the only values of them that are supported."""

@@ -1,22 +1,22 @@
-"""Reads config.json of a published DFlash or DSpark head into a BlockSpec. Tensors say which parts a head has; the name of its
-architecture, which programs use for different networks, says nothing.
+"""Reads config.json of a published DFlash, DFlash2 or DSpark head into a BlockSpec. Tensors say which parts a head has
+(`block_parts`); the name of its architecture, which programs use for different networks, says nothing.
 
-flat          z-lab's DFlash (dflash_config), DeepSpec's DSpark and DFlash (keys at the top), dspark_config
+flat          z-lab's DFlash and DFlash2 (dflash_config), DeepSpec's DSpark and DFlash (keys at the top), dspark_config
 speculators   vLLM's speculators: the decoder's shape under `transformer_layer_config`
-Source: z-lab/dflash model.py, deepseek-ai/DeepSpec modeling/dspark, speculators 0.9.0 models/dflash and models/dspark.
+Source: z-lab/dflash model.py, deepseek-ai/DeepSpec modeling/dspark, speculators models/dflash, models/dspark, models/dflash2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, shown
 from batchspec.checkpoint.files import StoredTensor
 from batchspec.console.text import quoted
-from batchspec.draft.block_keys import MOST_RANK, RANGES, own_keys, refuse_keys
+from batchspec.draft.block_keys import RANGES, own_keys, refuse_keys
+from batchspec.draft.block_parts import BlockParts, read_parts, refuse_tensors
 from batchspec.draft.formats import OTHER_TARGET, layer_windows, read_mask_token
 from batchspec.draft.layouts import FAMILIES, LAYER_DEFAULTS, MASK_KEYS
 from batchspec.errors import CheckpointError
@@ -24,21 +24,12 @@ from batchspec.model.families.base import read_heads
 from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
 from batchspec.model.spec import ModelSpec
 
-MARKOV, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
-
-_UNSUPPORTED = {
-    "markov_head.gate_proj.": "a gated Markov head", "markov_head.joint_proj.": "a Markov head with a recurrent state",
-    "attention_conv.": "convolutions within the block (DFlash2)", "mlp_conv.": "convolutions within the block (DFlash2)",
-    "candidate_selector.": "a candidate selector (DFlash2)", "selector.": "a candidate selector (DFlash2)",
-    "hc_": "DeepSeek-V4's layers",
-}
-"""Parts of tensors' names -> what they are."""
-_ANOTHER = "draft.path must be a DFlash or DSpark head"
+_ANOTHER = "draft.path must be a DFlash, DFlash2 or DSpark head"
+_KINDS = ("dflash", "dspark", "dflash2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSpec:
+class BlockSpec(BlockParts):
     """The shape of a head that drafts a block, and how it computes; a `HeadShape`."""
 
     hidden_size: int
@@ -70,10 +61,8 @@ class BlockSpec:
     assumed: bool = False
     """Whether from_anchor is a guess: nothing in the config gives it."""
     mask_token_id: int
-    markov_rank: int = 0
-    """Rank of the bias that the token before a draft adds to its logits; 0: none."""
-    confidence: Literal["none", "hidden", "markov"] = "none"
-    """What its estimate of being accepted reads: the state, or also the token before."""
+    candidates: int = 16
+    """Number of the best tokens of each draft among which the token before it chooses, by Markov matrices or a selector."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -111,7 +100,7 @@ def read_block(folder: Path, stored: Mapping[str, StoredTensor], target: ModelSp
     if not has_file(path):
         raise CheckpointError(f"{shown(folder)}: no config.json; {_ANOTHER}")
     config = ConfigReader(read_json(path), shown(path)).ranged(RANGES)
-    _refuse_tensors(config, stored)
+    refuse_tensors(config, stored)
     own = own_keys(config)
     speculators = config.given("transformer_layer_config")
     shape = config.part("transformer_layer_config") if speculators else config
@@ -121,27 +110,15 @@ def read_block(folder: Path, stored: Mapping[str, StoredTensor], target: ModelSp
     if speculators:
         shape = shape.filled(LAYER_DEFAULTS.get(family, {}))
     refuse_keys(config, shape)
-    spec = _spec_of(own, shape, stored, target, family=family, speculators=speculators, aux_layers=aux_layers)
+    parts = read_parts(config, own, stored, shape.integer("hidden_size"))
+    spec = _spec_of(own, shape, stored, target, parts, family=family, speculators=speculators, aux_layers=aux_layers)
     _check(spec, own, target)
     return spec
 
 
-def _refuse_tensors(config: ConfigReader, stored: Mapping[str, StoredTensor]) -> None:
-    for part, what in _UNSUPPORTED.items():
-        if found := next((name for name in stored if name.startswith(part) or f".{part}" in name), None):
-            raise config.refusal(
-                f"{found}: {what}, which is not supported; use a DFlash head, or a DSpark head with a plain Markov head"
-            )
-    for name in (MARKOV, MARKOV_OUT, CONFIDENCE):
-        if name in stored and len(stored[name].shape) != 2:
-            raise config.refusal(f"{name} is {list(stored[name].shape)}; it must have two dimensions: export the head again")
-    if "hidden_norm.weight" not in stored or "fc.weight" not in stored:
-        raise config.refusal(f"the weights have no fc and hidden_norm; {_ANOTHER} (draft=eagle3 is for EAGLE-3 heads)")
-
-
 def _spec_of(
-    own: ConfigReader, shape: ConfigReader, stored: Mapping[str, StoredTensor], target: ModelSpec, *, family: str,
-    speculators: bool, aux_layers: str,
+    own: ConfigReader, shape: ConfigReader, stored: Mapping[str, StoredTensor], target: ModelSpec, parts: BlockParts, *,
+    family: str, speculators: bool, aux_layers: str,
 ) -> BlockSpec:
     num_layers, vocab_size = shape.integer("num_hidden_layers"), shape.integer("vocab_size")
     num_kv_heads, head_dim = read_heads(shape)
@@ -152,8 +129,6 @@ def _spec_of(
     own_head = "lm_head.weight" in stored or draft_vocab != vocab_size
     # Without layer_types no layer has a window, whatever the family's rule for models is.
     windows = layer_windows(shape, family, num_layers) if shape.texts("layer_types") else (None,) * num_layers
-    rank = stored[MARKOV].shape[1] if MARKOV in stored else 0
-
     def has(part: str) -> bool:
         return any(name.endswith(part) for name in stored)
 
@@ -176,11 +151,11 @@ def _spec_of(
         causal=_causal(own, windows),
         windows_at_anchor=speculators,
         block_size=own.integer("block_size", 8 if speculators else 16),
-        from_anchor=own.flag("sample_from_anchor", _usually_from_anchor(own, rank)),
-        assumed=not any(own.given(key) for key in ("sample_from_anchor", "speculators_model_type")),
+        from_anchor=own.flag("sample_from_anchor", _usually_from_anchor(own, parts)),
+        assumed=not (parts.of_dflash2 or any(own.given(key) for key in ("sample_from_anchor", "speculators_model_type"))),
         mask_token_id=mask,
-        markov_rank=rank,
-        confidence=_confidence(stored, hidden_size),
+        **asdict(parts),
+        candidates=own.integer("selector_top_k", 16),
         qkv_bias=has("self_attn.q_proj.bias"),
         o_bias=has("self_attn.o_proj.bias"),
         mlp_bias=has("mlp.gate_proj.bias"),
@@ -192,23 +167,19 @@ def _spec_of(
     )
 
 
-def _usually_from_anchor(own: ConfigReader, rank: int) -> bool:
+def _usually_from_anchor(own: ConfigReader, parts: BlockParts) -> bool:
     """The default of sample_from_anchor: by algorithm in speculators; in flat files DeepSpec's heads draft from the anchor."""
     kind = own.text("speculators_model_type")
-    if kind not in ("", "dflash", "dspark"):
-        raise own.refusal(f"speculators_model_type {quoted(kind)} is not supported; draft=block needs 'dflash' or 'dspark'")
-    return kind == "dspark" if kind else rank > 0 or own.given("num_anchors")
-
-
-def _confidence(stored: Mapping[str, StoredTensor], hidden_size: int) -> Literal["none", "hidden", "markov"]:
-    if CONFIDENCE not in stored:
-        return "none"
-    return "hidden" if stored[CONFIDENCE].shape[-1] == hidden_size or MARKOV not in stored else "markov"
+    if kind not in ("", *_KINDS):
+        kinds = ", ".join(map(repr, _KINDS))
+        raise own.refusal(f"speculators_model_type {quoted(kind)} is not supported; draft=block needs one of {kinds}")
+    return kind == "dspark" if kind else parts.markov_rank > 0 or own.given("num_anchors")
 
 
 def _causal(own: ConfigReader, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """Layers with a window are causal and others are not, unless a key says otherwise."""
-    said, narrow = [own.flag(key) for key in ("is_causal", "causal") if own.given(key)], own.flag("sliding_window_non_causal")
+    """Layers with a window are causal and others are not, unless a key says otherwise, or the algorithm of speculators."""
+    said = [own.flag(key) for key in ("is_causal", "causal") if own.given(key)]
+    narrow = own.flag("sliding_window_non_causal", own.text("speculators_model_type") == "dflash2")
     return tuple(said[0] if said else window is not None and not narrow for window in windows)
 
 
@@ -255,9 +226,13 @@ def _check(head: BlockSpec, own: ConfigReader, target: ModelSpec) -> None:
     narrowest = min((window for window in head.windows if window is not None), default=head.block_size)
     if narrowest < head.block_size:
         raise own.refusal(f"sliding_window below block_size {head.block_size} is not supported")
-    if head.markov_rank > MOST_RANK:
-        raise own.refusal(f"the Markov matrices have rank {head.markov_rank}; supported is at most {MOST_RANK:,}")
-    if own.integer("markov_rank", head.markov_rank) != head.markov_rank:
-        raise own.refusal(f"{own.shown('markov_rank')}, but the Markov matrices have rank {head.markov_rank}; correct it")
-    if own.flag("enable_confidence_head") and head.confidence == "none":
-        raise own.refusal("enable_confidence_head true, but the weights have no confidence_head; set it false")
+    if head.from_anchor and head.of_dflash2:
+        raise own.refusal(
+            "sample_from_anchor true, with convolutions or a candidate selector (DFlash2), is not supported; use a head whose "
+            "masks are at its drafts"
+        )
+    if head.selector_rank and head.draft_vocab_size != head.vocab_size:
+        raise own.refusal(
+            f"draft_vocab_size {head.draft_vocab_size} with a candidate selector, which is over the target's {head.vocab_size} "
+            "tokens, is not supported"
+        )

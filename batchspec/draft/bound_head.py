@@ -177,6 +177,10 @@ class BoundHead(ABC):
         live = self._target.live_tokens(slots) if self._has_experts else None
         stream = ResidualStream(residual, live, self._ranks)
         self._layers[index].finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
+        return self._normed(index, stream, out)
+
+    def _normed(self, index: int, stream: ResidualStream, out: Tensor | None = None) -> Tensor:
+        """The stream after layer `index` and the norm that follows it."""
         following = self._mixers[index + 1].norm if index + 1 < len(self._layers) else self._norm
         return stream.normed(following, self._eps, out=out)
 

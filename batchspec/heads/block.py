@@ -9,7 +9,8 @@ import torch
 
 from batchspec.config.train_schema import TrainRun
 from batchspec.draft.block_head import dummy_block_spec
-from batchspec.draft.block_spec import CONFIDENCE, CONFIDENCE_BIAS, MARKOV_OUT, BlockSpec
+from batchspec.draft.block_parts import CONFIDENCE, CONFIDENCE_BIAS, MARKOV_OUT
+from batchspec.draft.block_spec import BlockSpec
 from batchspec.errors import ConfigError
 from batchspec.heads.block_network import BlockNetwork
 from batchspec.heads.block_save import save_block

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from batchspec.config.train_schema import TrainConfig
-from batchspec.draft.block_head import block_layers
-from batchspec.draft.block_spec import CONFIDENCE, CONFIDENCE_BIAS, MARKOV, MARKOV_OUT, BlockSpec
-from batchspec.draft.markov import CANDIDATES
+from batchspec.draft.block_parts import CONFIDENCE, CONFIDENCE_BIAS, MARKOV, MARKOV_OUT
+from batchspec.draft.block_spec import BlockSpec
+from batchspec.draft.block_tensors import block_layers
 from batchspec.heads.block_attend import BlockAttention, Blocks, blocks_at
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Angles, Layer, Norm, place, rms_norm, rotated
@@ -47,6 +47,7 @@ class BlockNetwork(DraftNetwork):
         super().__init__(spec.rope, spec.head_dim)
         plain = (spec.markov_rank > 0, spec.confidence == "markov", spec.from_anchor, spec.own_head, not any(spec.windows))
         assert all(plain), "other heads are not trained"
+        assert not spec.of_dflash2
         self.spec, self._embedding, hidden = spec, embedding, spec.hidden_size
         self.fc = nn.Linear(len(spec.aux_layer_ids) * hidden, hidden, bias=spec.fc_bias)
         self.hidden_norm, self.norm = Norm(hidden, spec.rms_eps), Norm(hidden, spec.rms_eps)
@@ -129,7 +130,7 @@ class BlockNetwork(DraftNetwork):
         (lm_head, w2), found = self.outputs(states.dtype), []
         at_once = positions_at_once(len(lm_head))
         for state, before in zip(states.split(at_once), w1.split(at_once), strict=True):
-            values, ids = _first(state @ lm_head.t(), min(CANDIDATES, len(lm_head)))
+            values, ids = _first(state @ lm_head.t(), min(self.spec.candidates, len(lm_head)))
             _, best = _first(values + (w2[ids] @ before.unsqueeze(2)).squeeze(2), 1)
             found.append(ids.gather(1, best))
         drafts = batch.ids.new_zeros(*batch.ids.shape, draft_len)

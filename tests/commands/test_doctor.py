@@ -15,7 +15,7 @@ import torch
 from batchspec import cli
 from batchspec.commands import doctor
 from batchspec.draft.block_head import dummy_block_spec
-from batchspec.draft.block_head import products as block_products
+from batchspec.draft.block_tensors import products as block_products
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.kernels.common import card
@@ -82,7 +82,8 @@ def usual(shape: str, draft_vocab: int) -> list[Product]:
     """The products of a shape and of typical heads."""
     spec = shape_spec(shape)
     heads = [*head_products(dummy_spec(spec, draft_vocab_size=draft_vocab))]
-    return [*products(spec), *heads, *block_products(dummy_block_spec(spec, draft_vocab_size=draft_vocab))]
+    blocks = (dummy_block_spec(spec, draft_vocab_size=draft_vocab, dflash2=dflash2) for dflash2 in (False, True))
+    return [*products(spec), *heads, *(product for block in blocks for product in block_products(block))]
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -143,6 +144,8 @@ def test_tuning_a_shape_covers_a_usual_head_of_it(
     spec = shape_spec("smol135m")
     assert set(tuned) == {*usual("smol135m", 16384)}
     assert {*block_products(dummy_block_spec(spec, draft_vocab_size=16384))} < {*tuned}
+    of_dflash2 = {("linear", 256, 576), ("linear", 4 * 36, 576)}  # the selector, and a convolution's taps of 36 groups
+    assert of_dflash2 < {*block_products(dummy_block_spec(spec, dflash2=True))} < {*tuned}
     assert len(tuned) == len(set(tuned))
     written = json.loads(path.read_text())
     assert written["gpu"] == GPU

@@ -81,6 +81,9 @@ def check(seen: Seen, design: BlockDesign, tensors: Tensors, **options: Any) -> 
         assert drafts[: room - 1] == expected[: room - 1]
 
 
+DFLASH2: dict[str, Any] = {
+    "from_anchor": False, "selector": 5, "top_k": 6, "taps_of_conv": 2, "windows": (9, 9), "causal": False
+}
 DESIGNS: dict[str, dict[str, Any]] = {
     "one layer": {"layers": 1, "windows": (None,)},
     "masks at the drafts": {"from_anchor": False},
@@ -96,6 +99,10 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "own embedding": {"own_embedding": True},
     "the state after the last layer": {"taps": (1, 2)},
     "one state": {"taps": (1,), "heads": 2, "kv_heads": 1, "head_dim": 4},
+    "DFlash2": DFLASH2,
+    "DFlash2, three taps": {"from_anchor": False, "selector": 3, "top_k": 1, "taps_of_conv": 3, "conv_group": 1},
+    "convolutions alone": {"from_anchor": False, "taps_of_conv": 2, "conv_group": 16, "causal": False},
+    "a selector alone": {"from_anchor": False, "selector": 4, "top_k": 32, "causal": False},
 }
 
 
@@ -141,9 +148,9 @@ class Shorter(Recorded):
         super().propose(rows, draft_ids, draft_len, cache)
 
 
-@pytest.mark.parametrize("from_anchor", [True, False])
-def test_a_round_may_ask_for_a_shorter_block(from_anchor: bool, tmp_path: Path) -> None:
-    design = design_of(rank=3, from_anchor=from_anchor)
+@pytest.mark.parametrize("changes", [{"rank": 3}, {"rank": 3, "from_anchor": False}, DFLASH2])
+def test_a_round_may_ask_for_a_shorter_block(changes: dict[str, Any], tmp_path: Path) -> None:
+    design = design_of(**changes)
     tensors = random_block(design, seed=7)
     seen = drafted(loaded(tmp_path, design, tensors), 5, kind=Shorter)
     assert {len(drafts) for _, _, drafts, _ in seen} == {2, 5}
@@ -201,15 +208,18 @@ def check_sampled(
     return drafter.seen
 
 
-@pytest.mark.parametrize(("rank", "from_anchor"), [(0, True), (0, False), (3, True), (3, False)])
-def test_sampled_rows_draft_with_the_noise_of_the_targets_draws(rank: int, from_anchor: bool, tmp_path: Path) -> None:
-    """The bias of the token before is divided by the temperature too, which the noise is not."""
-    check_sampled(design_of(rank=rank, draft_vocab=23, from_anchor=from_anchor), SamplingParams(temperature=0.7), tmp_path)
+@pytest.mark.parametrize(
+    "changes",
+    [*({"rank": rank, "draft_vocab": 23, "from_anchor": anchor} for rank in (0, 3) for anchor in (True, False)), DFLASH2],
+)
+def test_sampled_rows_draft_with_the_noise_of_the_targets_draws(changes: dict[str, Any], tmp_path: Path) -> None:
+    """What the token before adds is divided by the temperature too, which the noise is not."""
+    check_sampled(design_of(**changes), SamplingParams(temperature=0.7), tmp_path)
 
 
 @pytest.mark.parametrize("draft_len", [1, 2])
-@pytest.mark.parametrize(("rank", "from_anchor"), [(0, True), (0, False), (3, True)])
-def test_drafts_of_sampled_rows_with_filters(rank: int, from_anchor: bool, draft_len: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"from_anchor": False}, {"rank": 3}, DFLASH2])
+def test_drafts_of_sampled_rows_with_filters(changes: dict[str, Any], draft_len: int, tmp_path: Path) -> None:
     def kept(logits: Tensor, before: Sequence[int]) -> Tensor:
         """The 3 best tokens, and of these the fewest that have 0.8 of their probability."""
         best = logits.topk(3)
@@ -218,21 +228,19 @@ def test_drafts_of_sampled_rows_with_filters(rank: int, from_anchor: bool, draft
         return torch.full_like(logits, -torch.inf).index_copy_(0, inside, logits[inside])
 
     sampling = SamplingParams(temperature=3.0, top_k=3, top_p=0.8)
-    check_sampled(
-        design_of(rank=rank, from_anchor=from_anchor), sampling, tmp_path, draft_len=draft_len, limit_of=lambda output: kept
-    )
+    check_sampled(design_of(**changes), sampling, tmp_path, draft_len=draft_len, limit_of=lambda output: kept)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize(("rank", "draft_vocab", "from_anchor"), [(3, 23, True), (3, None, False), (0, None, True)])
+@pytest.mark.parametrize("changes", [{"rank": 3, "draft_vocab": 23}, {"rank": 3, "from_anchor": False}, {}, DFLASH2])
 def test_a_rule_that_reads_drafts_sees_those_before_in_the_block(
-    rank: int, draft_vocab: int | None, from_anchor: bool, temperature: float, tmp_path: Path
+    changes: dict[str, Any], temperature: float, tmp_path: Path
 ) -> None:
     """Drafts are chosen in turns: none is a token of the six before it, drafts included."""
-    design, rule = design_of(rank=rank, draft_vocab=draft_vocab, from_anchor=from_anchor), (1, 6, ())
+    design, rule = design_of(**changes), (1, 6, ())
     tensors = random_block(design, seed=7)
-    drafted = torch.arange(VOCAB if draft_vocab is None else draft_vocab)
-    drafted = drafted if draft_vocab is None else drafted + tensors["d2t"]
+    drafted = torch.arange(VOCAB if design.draft_vocab is None else design.draft_vocab)
+    drafted = drafted if design.draft_vocab is None else drafted + tensors["d2t"]
 
     def limit_of(output: Sequence[int]) -> Limit:
         def limit(logits: Tensor, before: Sequence[int]) -> Tensor:

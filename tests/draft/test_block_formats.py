@@ -14,8 +14,9 @@ import torch
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.config.schema import RunConfig
 from batchspec.draft.block import BlockDrafter, BlockDrafterSpec
-from batchspec.draft.block_head import block_bytes, dummy_block, dummy_block_spec, load_block, open_block
+from batchspec.draft.block_head import dummy_block, dummy_block_spec, load_block, open_block
 from batchspec.draft.block_spec import BlockSpec
+from batchspec.draft.block_tensors import block_bytes
 from batchspec.draft.weights import open_head
 from batchspec.errors import CheckpointError, ConfigError
 from tests.helpers.block_heads import LAYOUTS, BlockDesign, random_block, write_block
@@ -164,7 +165,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gated": ({"rank": 3}, {"markov_head_type": "gated"}, 'not known to draft=block: markov_head_type="gated"'),
     "another rank": ({"rank": 3}, {"markov_rank": 4}, "markov_rank=4, but the Markov matrices have rank 3"),
     "no confidence": ({"rank": 3}, {"enable_confidence_head": True}, "enable_confidence_head true, but the weights have no"),
-    "an unknown key": ({}, {"conv_kernel_size": 2}, "not known to draft=block: conv_kernel_size=2"),
+    "an unknown key": ({}, {"pure_draft_prefix_len": 2}, "not known to draft=block: pure_draft_prefix_len=2"),
     "scaled embeddings": ({}, {"input_embedding_scale": 2.0}, "not known to draft=block: input_embedding_scale=2.0"),
     "another family": ({}, {"model_type": "gemma4_text"}, "model_type 'gemma4_text' of the head is not supported"),
     "a block too long": ({}, {"block_size": 65}, "block_size is 65; it must be an integer in 2 .. 64"),
@@ -179,7 +180,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another projector": ({}, {"projector_type": "mlp"}, 'not known to draft=block: projector_type="mlp"'),
     "another attention": ({}, {"attention_mode": "mla"}, 'not known to draft=block: attention_mode="mla"'),
     "another algorithm": (
-        {"layout": "speculators"}, {"speculators_model_type": "dflash2"}, "speculators_model_type 'dflash2' is not supported"
+        {"layout": "speculators"}, {"speculators_model_type": "domino"},
+        "speculators_model_type 'domino' is not supported; draft=block needs one of 'dflash', 'dspark', 'dflash2'",
     ),
     "two nested objects": (
         {}, {"dflash_config": {"causal": True}, "dspark_config": {"causal": False}},
@@ -221,8 +223,7 @@ def test_a_head_of_the_last_layer_loads_with_what_its_refusal_advises(aux_layers
     [
         ("markov_head.gate_proj.weight", "a gated Markov head, which is not supported"),
         ("markov_head.joint_proj.weight", "a Markov head with a recurrent state, which is not supported"),
-        ("layers.0.attention_conv.base_kernel", "convolutions within the block (DFlash2), which is not supported"),
-        ("candidate_selector.hidden_projection.weight", "a candidate selector (DFlash2), which is not supported"),
+        ("hc_norm.weight", "DeepSeek-V4's layers, which is not supported"),
         ("layers.0.self_attn.sinks", "1 unexpected tensor"),
     ],
 )

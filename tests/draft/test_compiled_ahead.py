@@ -98,10 +98,11 @@ def drafter_of(name: str, target: Target) -> Drafter:
         case "mtp":
             shape = MtpShape.of(target.spec, mtp_of(target.spec, NormForm(offset=1.0, wide=True)))
             return ChainDrafter(dummy_mtp(shape, dtype=target.dtype, device=CPU), target, 3, slots=2)
-        case "block":
-            return BlockDrafter(tiny_block(target.spec, dtype=target.dtype, device=CPU), target, 3, slots=2)
-    head = dummy_head(dummy_spec(target.spec, draft_vocab_size=VOCAB), dtype=target.dtype, device=CPU)
-    return ChainDrafter(head, target, 2, slots=2)
+        case "block" | "dflash2":
+            head = tiny_block(target.spec, dtype=target.dtype, device=CPU, dflash2=name == "dflash2")
+            return BlockDrafter(head, target, 3, slots=2)
+    chain = dummy_head(dummy_spec(target.spec, draft_vocab_size=VOCAB), dtype=target.dtype, device=CPU)
+    return ChainDrafter(chain, target, 2, slots=2)
 
 
 def state(engine: Engine) -> dict[str, Tensor]:
@@ -126,6 +127,7 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
         ("int4, llama", "head", GREEDY),
         ("int4, llama", "block", SAMPLED),
         ("bf16, mixtral", "block", GREEDY),
+        ("bf16, mixtral", "dflash2", SAMPLED),
         ("nvfp4, qwen3_moe", "head", SAMPLED),
     ],
 )

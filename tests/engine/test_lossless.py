@@ -161,8 +161,13 @@ def parallel_head() -> Head:
 
 
 @cache
-def block_head(from_anchor: bool = True) -> BlockWeights:
-    return tiny_block(tiny_target(window=5).spec, from_anchor=from_anchor)
+def block_head(from_anchor: bool = True, *, dflash2: bool = False) -> BlockWeights:
+    spec = tiny_target(window=5).spec
+    return tiny_block(spec, dflash2=True) if dflash2 else tiny_block(spec, from_anchor=from_anchor)
+
+
+BLOCK_HEADS: tuple[dict[str, bool], ...] = ({}, {"from_anchor": False}, {"dflash2": True})
+"""A DSpark head, one whose masks are at its drafts, and a DFlash2 head."""
 
 
 @cache
@@ -250,8 +255,8 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
     elif kind == "parallel":
         drafter = ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots)
     elif kind == "block":
-        from_anchor, reads = data.draw(st.booleans(), label="from the anchor"), data.draw(st.sampled_from([None, 1, 4]))
-        drafter = BlockDrafter(block_head(from_anchor), tiny_target(window=5), draft_len, slots=slots, window=reads, sink=1)
+        head, reads = data.draw(st.sampled_from(BLOCK_HEADS), label="head"), data.draw(st.sampled_from([None, 1, 4]))
+        drafter = BlockDrafter(block_head(**head), tiny_target(window=5), draft_len, slots=slots, window=reads, sink=1)
     elif kind == "hybrid":
         chain = data.draw(st.booleans(), label="chain")
         head_len = data.draw(st.integers(1, draft_len), label="head_len")

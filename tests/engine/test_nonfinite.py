@@ -84,6 +84,7 @@ def drafter(name: str, requests: list[Request], *, recurrent: bool) -> Drafter:
         "eagle3": lambda: ChainDrafter(head(recurrent), target, 3, slots=SLOTS),
         "parallel": lambda: ParallelDrafter(head(recurrent), target, 3, slots=SLOTS),
         "block": lambda: BlockDrafter(tiny_block(target.spec), target, 3, slots=SLOTS),
+        "dflash2": lambda: BlockDrafter(tiny_block(target.spec, dflash2=True), target, 3, slots=SLOTS),
         "tree": lambda: TreeDrafter(head(recurrent), target, TreeShape(topk=2, depth=3, nodes=7), slots=SLOTS),
         "window": lambda: WindowDrafter(target, 3, window=8, sink=2, slots=SLOTS),
         "pard": lambda: PardDrafter(
@@ -168,7 +169,7 @@ def test_a_prompt_whose_row_failed_is_computed_anew(window: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "right", "ragged", "bad", "lookup", "eagle3", "parallel", "block", "tree", "window", "pard"]
+    "name", ["none", "right", "ragged", "bad", "lookup", "eagle3", "parallel", "block", "dflash2", "tree", "window", "pard"]
 )
 def test_a_row_fails_alone_whatever_drafts(name: str) -> None:
     requests = prompts(16, SamplingParams())

@@ -180,7 +180,10 @@ def hybrid(folder: Path, draft_len: int, slots: int) -> HybridDrafter:
 
 @pytest.mark.parametrize(
     "name",
-    [*PLAIN, "pard", "pard chain", "block", "block, masks", "eagle3", "eagle3 general", "hybrid", "tree", "large tree"],
+    [
+        *PLAIN, "pard", "pard chain", "block", "block, masks", "dflash2", "eagle3", "eagle3 general", "hybrid", "tree",
+        "large tree",
+    ],
 )
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
@@ -194,6 +197,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_p
         "pard": partial(pard, 4, slots, parallel=True),
         "pard chain": partial(pard, 3, slots, parallel=False),
         "block": partial(block, 4, slots),
+        "dflash2": partial(block, 4, slots, narrow={"dflash2": True}),
         "block, masks": partial(block, 3, slots, narrow={"from_anchor": False, "confidence": "none"}, window=12, sink=2),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),

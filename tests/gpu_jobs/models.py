@@ -226,8 +226,7 @@ def make_model(name: str, folder: Path) -> Model:
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
     head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
     blocks = [
-        str(_once(folder, f"{_plain(name)}-{form}", partial(_block, base, dspark=form == "dspark")))
-        for form in ("dspark", "dflash")
+        str(_once(folder, f"{_plain(name)}-{form}", partial(_block, base, form=form))) for form in ("dspark", "dflash", "dflash2")
     ]
     spec = load_spec(base)
     small = base if spec.refuses("drafter") is None else _once(folder, "llama", lambda to: _tiny("llama", to))
@@ -300,16 +299,18 @@ def _head(model: Path, folder: Path, *, parallel: bool) -> None:
     write_head(folder, design, random_tensors(design))
 
 
-def _block(model: Path, folder: Path, *, dspark: bool) -> None:
-    """A random DSpark head with one causal window, or a DFlash head in z-lab's layout with the target's words."""
+def _block(model: Path, folder: Path, *, form: str) -> None:
+    """A random DSpark head with one causal window, or a DFlash or DFlash2 head in z-lab's layout with the target's words."""
     spec = load_spec(model)
     design = BlockDesign(
         hidden=spec.hidden_size, vocab=spec.vocab_size, taps=(0, 1), mask_id=spec.vocab_size - 1, block=16, draft_vocab=64,
         rank=8, confidence="markov", kv_heads=2, head_dim=32, inner=64, windows=(40, None),
     )
-    if not dspark:
+    if form != "dspark":
         own: dict[str, Any] = {"draft_vocab": None, "rank": 0, "confidence": "", "windows": (None, None), "layout": "z-lab"}
         design = replace(design, from_anchor=False, own_embedding=True, **own)
+    if form == "dflash2":
+        design = replace(design, own_embedding=False, windows=(40, 40), causal=False, selector=16, taps_of_conv=2, conv_group=8)
     write_block(folder, design, random_block(design))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchspec.config.train_schema import TrainConfig, TrainRun
 from batchspec.draft.block_head import BlockWeights
-from batchspec.draft.block_spec import MARKOV, MARKOV_OUT
+from batchspec.draft.block_parts import MARKOV, MARKOV_OUT
 from batchspec.heads.block import new_block_network, new_block_spec, usual_boundaries
 from batchspec.heads.block_network import BlockNetwork, drawn_anchors
 from batchspec.heads.data import Row

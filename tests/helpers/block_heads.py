@@ -50,6 +50,14 @@ class BlockDesign:
     rank: int = 0
     confidence: str = ""
     """hidden or markov."""
+    selector: int = 0
+    """Rank of a candidate selector; 0: none."""
+    top_k: int = 16
+    """Number of its candidates."""
+    taps_of_conv: int = 0
+    """Of the convolutions within the block; 0: none."""
+    conv_group: int = 4
+    """Number of channels that share a dynamic tap."""
     attention_bias: bool = False
     mlp_bias: bool = False
     own_embedding: bool = False
@@ -82,6 +90,11 @@ def random_block(design: BlockDesign, *, seed: int = 0) -> Tensors:
             tensors |= linear(f"{at}mlp.{name}_proj", design.inner, hidden, design.mlp_bias)
         tensors |= linear(f"{at}mlp.down_proj", hidden, design.inner, design.mlp_bias)
         tensors |= norms(f"{at}input_layernorm", f"{at}post_attention_layernorm")
+        if design.taps_of_conv:
+            for name in ("attention_conv", "mlp_conv"):
+                tensors[f"{at}{name}.base_kernel"] = noise(2, design.taps_of_conv, hidden)
+                rows = 2 * design.taps_of_conv * (hidden // design.conv_group)
+                tensors |= linear(f"{at}{name}.kernel_projection", rows, hidden)
     if design.own_embedding:
         tensors["embed_tokens.weight"] = noise(design.vocab, hidden)
     drafted = design.draft_vocab or design.vocab
@@ -93,6 +106,10 @@ def random_block(design: BlockDesign, *, seed: int = 0) -> Tensors:
     if design.rank:
         tensors["markov_head.markov_w1.weight"] = noise(design.vocab, design.rank)
         tensors["markov_head.markov_w2.weight"] = noise(drafted, design.rank)
+    if design.selector:
+        for name in ("predecessor_codebook", "successor_codebook"):
+            tensors[f"candidate_selector.{name}"] = noise(design.vocab, design.selector)
+        tensors |= linear("candidate_selector.hidden_projection", design.selector, hidden)
     if design.confidence:
         width = hidden + (design.rank if design.confidence == "markov" else 0)
         tensors |= linear("confidence_head.proj", 1, width, bias=True)
@@ -114,10 +131,14 @@ def config_of(design: BlockDesign) -> dict[str, Any]:
         "markov_rank": design.rank, "markov_head_type": "vanilla", "enable_confidence_head": bool(design.confidence),
         "confidence_head_with_markov": design.confidence == "markov",
     }
+    second = {"selector_rank": design.selector, "selector_top_k": design.top_k} if design.selector else {}
+    if design.taps_of_conv:
+        second |= {"conv_kernel_size": design.taps_of_conv, "conv_group_size": design.conv_group}
+    kind = "dspark" if design.rank else "dflash2" if second else "dflash"
     if design.layout == "speculators":
         own = {
             "architectures": ["DSparkDraftModel" if design.rank else "DFlashDraftModel"], "transformer_layer_config": shape,
-            "speculators_model_type": "dspark" if design.rank else "dflash", "block_size": design.block,
+            "speculators_model_type": kind, "block_size": design.block, **second,
             "aux_hidden_state_layer_ids": list(design.taps), "mask_token_id": design.mask_id,
             "draft_vocab_size": design.draft_vocab or design.vocab, "sample_from_anchor": design.from_anchor,
             "sliding_window_non_causal": design.causal is False,
@@ -129,10 +150,11 @@ def config_of(design: BlockDesign) -> dict[str, Any]:
     if design.layout == "z-lab":
         flag = {"sample_from_anchor": True} if design.from_anchor and not design.rank else {}
         flag |= {"sample_from_anchor": False} if design.rank and not design.from_anchor else {}
-        own = {"target_layer_ids": taps, "mask_token_id": design.mask_id, **flag}
+        own = {"target_layer_ids": taps, "mask_token_id": design.mask_id, **flag, **second}
         return {"architectures": ["DFlashDraftModel"], **shape, "block_size": design.block, "dflash_config": own}
     own = {"target_layer_ids": taps, "mask_token_id": design.mask_id, "block_size": design.block, "num_anchors": 512}
     own |= {} if design.from_anchor else {"sample_from_anchor": False}
+    own |= second
     return {"architectures": ["Qwen3DSparkModel"], **shape, **own, **markov}
 
 
@@ -176,13 +198,32 @@ def block_states(
     def normed(name: str, x: Tensor) -> Tensor:
         return norm(x, tensors[f"{name}.weight"], design.eps)
 
+    def convolved(name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What a sublayer reads, and what becomes of its output: each query's taps are fixed ones and those that x gives."""
+        if not design.taps_of_conv:
+            return x, lambda out: out
+        base, groups = tensors[f"{name}.base_kernel"], design.hidden // design.conv_group
+        dynamic = linear(f"{name}.kernel_projection", x).view(len(x), 2, design.taps_of_conv, groups)
+
+        def side(values: Tensor, which: int) -> Tensor:
+            rows = []
+            for i in range(len(values)):
+                own = [
+                    (base[which, tap] + dynamic[i, which, tap].repeat_interleave(design.conv_group)) * values[i - tap]
+                    for tap in range(min(design.taps_of_conv, i + 1))
+                ]
+                rows.append(torch.stack(own).sum(0))
+            return torch.stack(rows)
+
+        return side(x, 0), lambda out: side(out, 1)
+
     context = normed("hidden_norm", linear("fc", taps))
     start, keys = len(taps), queries if keys is None else keys
     x = F.embedding(torch.tensor([newest, *[design.mask_id] * (queries - 1)]), tensors.get("embed_tokens.weight", embedding))
     place, at_all = torch.arange(start, start + queries), torch.arange(start + keys)
     for i, own in enumerate(design.windows):
         at = f"layers.{i}."
-        y = normed(f"{at}input_layernorm", x)
+        y, of_attention = convolved(f"{at}attention_conv", normed(f"{at}input_layernorm", x))
         q = linear(f"{at}self_attn.q_proj", y).unflatten(-1, (-1, design.head_dim))
         both = torch.cat((context, y[:keys]))
         k, v = (linear(f"{at}self_attn.{n}_proj", both).unflatten(-1, (-1, design.head_dim)) for n in "kv")
@@ -198,9 +239,9 @@ def block_states(
             seen = seen & ((at_all[None] > place[:, None] - window) | (at_all[None] < sink))
         scores = torch.einsum("qhd,khd->hqk", q, k) * design.head_dim**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        x = x + linear(f"{at}self_attn.o_proj", torch.einsum("hqk,khd->qhd", weights, v).flatten(-2))
-        y = normed(f"{at}post_attention_layernorm", x)
-        x = x + linear(f"{at}mlp.down_proj", F.silu(linear(f"{at}mlp.gate_proj", y)) * linear(f"{at}mlp.up_proj", y))
+        x = x + of_attention(linear(f"{at}self_attn.o_proj", torch.einsum("hqk,khd->qhd", weights, v).flatten(-2)))
+        y, of_mlp = convolved(f"{at}mlp_conv", normed(f"{at}post_attention_layernorm", x))
+        x = x + of_mlp(linear(f"{at}mlp.down_proj", F.silu(linear(f"{at}mlp.gate_proj", y)) * linear(f"{at}mlp.up_proj", y)))
     return normed("norm", x)
 
 
@@ -236,6 +277,12 @@ def reference_block(
             w1, w2 = (tensors[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
             best = logits.topk(min(candidates, len(logits))).indices
             logits = torch.full_like(logits, -torch.inf).index_copy_(0, best, (logits + w2 @ w1[before] / temperature)[best])
+        if design.selector:
+            a, b = (tensors[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor"))
+            gate = F.linear(state, tensors["candidate_selector.hidden_projection.weight"])
+            best = logits.topk(min(design.top_k, len(logits))).indices
+            edges = (b * (a[before] * gate)).sum(1) / temperature
+            logits = torch.full_like(logits, -torch.inf).index_copy_(0, best, (logits + edges)[best])
         if design.confidence:
             read = torch.cat((state, w1[before])) if design.confidence == "markov" else state
             odds.append(float(F.linear(read, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])))
@@ -245,9 +292,14 @@ def reference_block(
 
 
 def tiny_block(
-    spec: ModelSpec, *, dtype: torch.dtype = torch.float64, device: torch.device = DEVICE, **changes: Any
+    spec: ModelSpec, *, dtype: torch.dtype = torch.float64, device: torch.device = DEVICE, dflash2: bool = False, **changes: Any
 ) -> BlockWeights:
-    """A random DSpark head of two layers, one with a causal window, that drafts 19 tokens; changes of its `BlockSpec`."""
-    made = dummy_block_spec(spec, draft_vocab_size=19, num_layers=2, block_size=9)
-    narrow: dict[str, Any] = {"windows": (9, None), "causal": (True, False), "markov_rank": 4, "aux_layer_ids": (0, 1, 2)}
+    """A random DSpark head of two layers, one with a causal window, that drafts 19 tokens; changes of its `BlockSpec`.
+
+    dflash2  a DFlash2 head of two layers in its place
+    """
+    made = dummy_block_spec(spec, draft_vocab_size=19, num_layers=2, block_size=9, dflash2=dflash2)
+    narrow: dict[str, Any] = {"aux_layer_ids": (0, 1, 2)}
+    narrow |= {"windows": (10, None), "selector_rank": 4} if dflash2 else {"windows": (9, None), "causal": (True, False)}
+    narrow |= {} if dflash2 else {"markov_rank": 4}
     return dummy_block(replace(made, **narrow | changes), dtype=dtype, device=device)
