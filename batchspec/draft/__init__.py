@@ -6,7 +6,7 @@ shapes.py      what a round verifies of a row: a chain or a tree
 none.py        no drafter
 lookup.py      n-grams of the same row; corpus.py: of finished rows
 eagle3.py      an EAGLE-3 or P-EAGLE head: chain.py, tree.py, parallel.py
-block.py       a DFlash, DFlash2 or DSpark head: K tokens at once
+block.py       a DFlash, DFlash2 or DSpark head: K tokens at once; waiting_states.py: what rounds without drafts put off
 mtp.py         the MTP layer of the model's own checkpoint; assistant.py: a small model that reads the target's K and V
 hybrid.py      a head and a lookup together
 pard.py        a small language model

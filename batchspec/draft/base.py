@@ -52,6 +52,9 @@ class Drafter(Protocol):
     prior_chances: tuple[float, ...]
     """Chance that a draft of each confidence is accepted, as long as nothing was measured. Their number is a power of two."""
 
+    most_unprepared: int | None
+    """Most rounds in a row that are called with prepare_next=False. None: any number."""
+
     @property
     def shape(self) -> ChainShape | TreeShape:
         """What a round verifies of a row: a chain or a tree."""
@@ -98,7 +101,7 @@ class Drafter(Protocol):
         """The drafter's pass over the positions that the target has just verified, with the target's hidden states.
 
         accepted_len  int32 [R] draft tokens accepted
-        prepare_next  the next round may draft; False: only K/V is kept up to date, and row tensors stay as they are
+        prepare_next  the next round may draft; False: it does not, and only what a later call needs is kept
 
         Called after the commit: rows.num_tokens counts what the round emitted, rows.live is 0 for a row that ended. Row r's
         positions are batch.cu_seqlens_q[r] + j; j = 0..accepted_len[r] are accepted, later ones rejected.
@@ -122,6 +125,7 @@ class DrafterBase:
     """Defaults: drafts chains, learns nothing while a job runs."""
 
     mode: SamplingMode | None = None
+    most_unprepared: int | None = None
     confidence: Tensor | None = None
     prior_chances: tuple[float, ...] = (0.7,) * CONFIDENCE_BINS
     draft_len: int

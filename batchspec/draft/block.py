@@ -8,8 +8,8 @@
     DFlash2      convolutions around attention and MLP of each layer: a query reads the one before it in the block (`block_conv`)
 
 The block's K and V are in the slots of the positions to verify: the catch-up overwrites them, and nothing reads them before. A
-block has as many queries as the round needs, fewer than in training. It needs no embeddings of the prompt, and keeps nothing of
-a row but K and V.
+block has as many queries as the round needs, fewer than in training. It needs no embeddings of the prompt. Rounds without drafts
+put the context of their positions off (`waiting_states.py`).
 Source: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), DFlash2 (https://github.com/z-lab/dflash).
 Legend: R rows, T flat positions, K draft_len, S queries of a block, H hidden, V draft vocabulary.
 """
@@ -46,6 +46,7 @@ from batchspec.draft.eagle3 import reading
 from batchspec.draft.markov import CandidateWalk
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
+from batchspec.draft.waiting_states import PLACES, WaitingStates
 from batchspec.errors import ConfigError
 from batchspec.kernels.drafting.prepare_block_draft_inputs import prepare_block_draft_inputs
 from batchspec.model.layers.attention.kv_layout import LayerKV
@@ -55,9 +56,11 @@ from batchspec.model.target import Target
 
 
 class BlockDrafter(HeadReader):
-    """Keeps nothing of a slot from round to round but K/V: a round with it can be captured in a CUDA graph."""
+    """Keeps of a slot from round to round its K/V, and states of positions for which that is put off. Nothing is read back to the
+    host and no shape depends on data: a round with it can be captured in a CUDA graph."""
 
     name = "block"
+    most_unprepared: int | None = PLACES - 1
     head: BlockHead
 
     def __init__(self, head: BlockWeights, target: Target, draft_len: int, *, slots: int, **reading: Unpack[Reading]) -> None:
@@ -75,6 +78,7 @@ class BlockDrafter(HeadReader):
         no_later = torch.tensor([(1 << j + 1) - 1 if j < 63 else -1 for j in range(widest)], device=device)
         self._no_later = {width: no_later[:width].repeat(slots) for width in widths}
         self._walk = CandidateWalk(head, self.head.output)
+        self._waiting = WaitingStates(slots, device)
 
     @property
     def prefill_by_bounds(self) -> bool:
@@ -82,13 +86,15 @@ class BlockDrafter(HeadReader):
 
     @staticmethod
     def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
-        return ()
+        return WaitingStates.row_tensors(len(spec.aux_layer_ids) * spec.hidden_size, dtype)
 
     @torch.inference_mode()
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> None:
+        assert aux_hidden_states is not None
         self._keep(batch, aux_hidden_states, cache)
+        self._waiting.enter(slot_ids, batch.kv_len, cache)
 
     @torch.inference_mode()
     def catch_up(
@@ -101,10 +107,16 @@ class BlockDrafter(HeadReader):
         *,
         prepare_next: bool,
     ) -> None:
-        self._keep(batch, aux_hidden_states, cache)
-
-    def _keep(self, batch: FlatBatch, aux_hidden_states: Tensor | None, cache: KVCache) -> None:
+        """A round without drafts puts its positions off until the next round drafts, or `most_unprepared` of them have passed."""
         assert aux_hidden_states is not None
+        if batch.max_q > 1:
+            self._keep(batch, aux_hidden_states, cache)
+            return
+        self._waiting.put(batch, aux_hidden_states, cache)
+        if prepare_next:
+            self._keep(*self._waiting.take(rows, cache), cache)
+
+    def _keep(self, batch: FlatBatch, aux_hidden_states: Tensor, cache: KVCache) -> None:
         at = Place(self._rope(batch.rope_positions), batch.slot_mapping)
         kv = [LayerKV.of(self._pages(cache, i)) for i in range(self._last + 1)]
         self.head.keep_all(self.head.features(aux_hidden_states), at, kv)
@@ -188,7 +200,8 @@ class BlockDrafterSpec(DrafterSpec[BlockWeights]):
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
         draft = self.config.draft
         return head_states(
-            block_layers(self.checkpoint)[0].attention, self.checkpoint.windows, dtype, page_size, row=(),
+            block_layers(self.checkpoint)[0].attention, self.checkpoint.windows, dtype, page_size,
+            row=BlockDrafter.row_tensors(self.checkpoint, dtype),
             fp8=draft.cache_dtype == "fp8", window=draft.window, sink=draft.sink_tokens or 0,
         )
 

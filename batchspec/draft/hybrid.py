@@ -45,6 +45,7 @@ class HybridDrafter:
 
     name = "hybrid"
     fixed_len = False
+    most_unprepared: int | None = None
 
     def __init__(self, head: ChainDrafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
         """draft_len is the larger of the two; a round with fewer drafts asks both for as many."""

@@ -95,6 +95,7 @@ def planner(
     pass_bytes: int = 0,
     row_lengths: bool = False,
     ranks: object = None,
+    most_unprepared: int | None = None,
 ) -> RoundPlanner:
     """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive.
 
@@ -104,7 +105,9 @@ def planner(
     row_lengths  rounds may verify a part of their drafts
     """
     layers, draft_layers = ([SimpleNamespace(pages=True, window=window) for window in own] for own in kv_windows)
-    drafter = SimpleNamespace(draft_len=draft_len, layer_states=lambda page_size: draft_layers)
+    drafter = SimpleNamespace(
+        draft_len=draft_len, layer_states=lambda page_size: draft_layers, most_unprepared=most_unprepared
+    )
     spec = SimpleNamespace(layer_states=lambda dtype, page_size, draft_len: layers, experts=None)
     executor: Any = SimpleNamespace(
         _prefill_pass=lambda *_: None,
@@ -199,6 +202,21 @@ def test_phases_of_fewer_live_rows_favour_neither_kind_of_round(monkeypatch: pyt
         launch = chosen(one, 16, np.where(np.arange(16) < count, np.arange(16), -1), np.full(16, 300))
         one.learn(launch, arrived(now), accepting(count, 1))
     assert one._lengths._trial._gains == pytest.approx([0.0] * (FEWEST - 1))
+
+
+@pytest.mark.parametrize("most", [None, 3])
+def test_rounds_without_drafts_prepare_as_often_as_the_drafter_needs(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most so many in a row leave the drafter what it must do later; a round that drafts, or precedes one, counts anew."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one = planner(packed(4), 1, most_unprepared=most)
+    one.prepare(MODE)
+    lengths = [1, 0, 0, 0, 0, 0, 1, *[0] * 9]
+    following, next_drafts = iter(lengths), iter([*(k > 0 for k in lengths[1:]), False])
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (RoundWidth(next(following)), next(next_drafts)))
+    launches = [chosen(one, 4, np.arange(4), np.full(4, 300)) for _ in lengths]
+    assert [launch.width.draft_len for launch in launches] == lengths
+    prepared = [i for i, launch in enumerate(launches) if launch.prepare_next]
+    assert prepared == ([0, 5, 6] if most is None else [0, 4, 5, 6, 10, 14])
 
 
 def test_what_measured_rounds_made_decides_whether_they_may_verify_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,27 +31,34 @@ def draw_lengths(engine: Engine, seed: int) -> list[UnreadLaunch]:
 
     seed  an odd one also draws which drafts are verified, whatever their chances are
     """
-    noise, launches, choose = random.Random(seed), list[UnreadLaunch](), engine.planner.choose
-    chances = engine.executor.round.chances
+    noise, chances = random.Random(seed), engine.executor.round.chances
     if chances is None:
-        return launches
+        return []
 
     def width_of_next() -> RoundWidth:
         draft_len = noise.randint(0, engine.drafter.draft_len)
         return RoundWidth(draft_len, noise.choice([None, noise.uniform(0, draft_len)]) if draft_len else None)
 
-    following = [width_of_next()]
+    launches = set_widths(engine, width_of_next)
+    if seed % 2:
+        allocate_at_random(chances, noise)
+    return launches
 
-    def drawn(num_rows: int, *others: Any) -> UnreadLaunch:
-        launch, now = choose(num_rows, *others), following.pop()
-        following.append(width_of_next())
-        drafts = now.draft_len > 0 or following[0].draft_len > 0
+
+def set_widths(engine: Engine, width_of_next: Callable[[], RoundWidth]) -> list[UnreadLaunch]:
+    """From now on rounds have these widths, and prepare drafts as a planner says. Returns the launches, as they are made."""
+    choose, launches, following, unprepared = engine.planner.choose, list[UnreadLaunch](), width_of_next(), 0
+
+    def chosen(num_rows: int, *others: Any) -> UnreadLaunch:
+        nonlocal following, unprepared
+        launch, now = choose(num_rows, *others), following
+        following = width_of_next()
+        drafts = now.draft_len > 0 or following.draft_len > 0 or unprepared == engine.drafter.most_unprepared
+        unprepared = 0 if drafts else unprepared + 1
         launches.append(replace(launch, width=now, prepare_next=drafts))
         return launches[-1]
 
-    engine.planner.choose = drawn  # type: ignore[method-assign,assignment]
-    if seed % 2:
-        allocate_at_random(chances, noise)
+    engine.planner.choose = chosen  # type: ignore[method-assign,assignment]
     return launches
 
 

@@ -81,6 +81,8 @@ class RoundPlanner:
         self._clock = RoundClock()
         self._refills: RefillTimes | None = None
         self._width = NO_DRAFTS
+        self._unprepared = 0
+        """Number of rounds in a row up to the newest one that prepared no draft."""
 
     @property
     def ready(self) -> bool:
@@ -189,6 +191,8 @@ class RoundPlanner:
             context_tokens = self._context_tokens(num_tokens[owners >= 0])
             width, next_drafts = self._lengths.choose(num_rows, context_tokens, live_rows=live_rows)
             prepare_next, turn = width.draft_len > 0 or next_drafts, self._lengths.turn
+            prepare_next |= self._unprepared == self._executor.drafter.most_unprepared
+            self._unprepared = 0 if prepare_next else self._unprepared + 1
         self._width = width
         self._num_rounds += 1
         return UnreadLaunch(

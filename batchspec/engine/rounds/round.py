@@ -76,7 +76,7 @@ class Round:
         """Run one round over all of `rows` with at most `draft_len` drafts each. Dead rows do not affect results.
 
         shared         rows that share a prefix, which attention on a GPU then reads once
-        prepare_next   the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
+        prepare_next   the next round may draft; otherwise the drafter only keeps what a later round needs, and prepares no draft
         num_positions  how many positions are verified, of all rows together: the newest token of each row, and the drafts that
                        are most likely to be accepted. None: all drafts. Only with `chances`
         """

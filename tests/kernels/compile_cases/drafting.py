@@ -60,6 +60,9 @@ for _dtype, _map_ids, _heat, _state, _token, _sure, _gate in (
          "walk_candidates", 4, scores=PF32, ids=PI64, prev=PI32, w1=f"*{_dtype}", w2=f"*{_dtype}", gate=_gate, map_ids=_map_ids,
          temperature=_heat, sure_of_state=_state, sure_of_token=_token, out_ids=PI32, out_confidence=_sure, num_steps=I32,
          out_stride=I32, confidence_stride=I32, prev_stride=I32, RANK=256, LANES=256, COUNT=16, CANDIDATES=16)
+for _dtype in ("bf16", "fp32", "fp64"):
+    case(f"keep_states_kernel {_dtype}", "keep_states", 4, states=f"*{_dtype}", row_ids=PI32, positions=PI64, slot_mapping=PI64,
+         out_states=f"*{_dtype}", out_positions=PI64, states_stride=I32, WIDTH=20480, PLACES=8, BLOCK=1024)
 for _dtype, _channels, _taps in (("bf16", 5120, 2), ("bf16", 4096, 3), ("fp32", 96, 2), ("fp64", 96, 1)):
     case(f"block_conv_kernel {_dtype}, {_channels} channels, {_taps} taps", "block_conv", 4, x=f"*{_dtype}", delta=f"*{_dtype}",
          base=f"*{_dtype}", out=f"*{_dtype}", num_tokens=I32, block=I32, delta_stride=I32, CHANNELS=_channels, GROUP=16,
