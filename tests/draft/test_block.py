@@ -120,6 +120,19 @@ def test_drafts_are_those_of_the_definition(name: str, layout: str, tmp_path: Pa
     check(seen, design, tensors)
 
 
+def test_a_whole_output_matrix_of_its_own_is_used_and_not_the_targets(tmp_path: Path) -> None:
+    """A head without d2t whose lm_head is over all tokens."""
+    design = design_of(draft_vocab=VOCAB, rank=3)
+    tensors = random_block(design, seed=7)
+    head = loaded(tmp_path, design, {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")})
+    assert (head.spec.own_head, head.spec.mapped) == (True, False)
+    check(drafted(head, 4), design, tensors)
+    shared = {name: tensor for name, tensor in head.tensors.items() if name != "lm_head.weight"}
+    seen = drafted(BlockWeights(replace(head.spec, own_head=False), shared, None), 4)
+    with pytest.raises(AssertionError):
+        check(seen, design, tensors)
+
+
 @pytest.mark.parametrize("from_anchor", [True, False])
 def test_the_wrong_block_layout_drafts_other_tokens(from_anchor: bool, tmp_path: Path) -> None:
     """The same weights run with either: what tells them apart must be read."""
@@ -258,7 +271,7 @@ def test_a_rule_that_reads_drafts_sees_those_before_in_the_block(
 def test_a_whole_job_drafts_blocks_and_gives_the_tokens_of_one_without(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Heads with and without Markov matrices, in two layouts, sampled rows too."""
+    """Heads with and without Markov matrices, and a DFlash2 head, in three layouts, sampled rows too."""
     make_checkpoint(tmp_path / "model", "llama", vocab=97, hidden_size=32, intermediate_size=48)
     pl.DataFrame({"id": [f"{i}" for i in range(6)], "prompt_ids": [[3 + i, 5, 8] for i in range(6)]}).write_parquet(
         tmp_path / "p.parquet"
@@ -267,6 +280,8 @@ def test_a_whole_job_drafts_blocks_and_gives_the_tokens_of_one_without(
     write_block(tmp_path / "heads" / "markov", design, random_block(design))
     plain = replace(design, rank=0, confidence="", draft_vocab=None, from_anchor=False, layout="speculators", windows=(9, None))
     write_block(tmp_path / "heads" / "plain", plain, random_block(plain))
+    second = replace(plain, layout="z-lab", windows=(9, 9), causal=False, taps=(0, 1), selector=4, taps_of_conv=2, conv_group=8)
+    write_block(tmp_path / "heads" / "second", second, random_block(second))
     words = [
         "+job=reasoning_8k", f"model.path={tmp_path}/model", "model.max_len=64", f"input.path={tmp_path}/p.parquet",
         "decode.max_new_tokens=20", "decode.seed=3", "device=cpu",
@@ -278,6 +293,7 @@ def test_a_whole_job_drafts_blocks_and_gives_the_tokens_of_one_without(
             "plain",
             ["draft=block", f"draft.path={tmp_path}/heads/plain", "draft.num_speculative_tokens=7", "draft.cache_dtype=fp8"],
         ),
+        ("second", ["draft=block", f"draft.path={tmp_path}/heads/second"]),
     ):
         assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0
         found.append(pl.read_parquet(tmp_path / name / "data" / "*.parquet").sort("row_index"))

@@ -79,6 +79,19 @@ def test_codebooks_may_be_stored_as_embeddings(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, others.tensors[name]) for name, tensor in weights.tensors.items())
 
 
+def test_names_of_other_exports(tmp_path: Path) -> None:
+    one = replace(BASE, layers=1, windows=(8,))
+    names = {"layers.0.": "midlayer.", "fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    assert opened(tmp_path, one, renamed=names) == opened(tmp_path / "usual", one)
+
+
+def test_a_pickled_mask_is_refused(tmp_path: Path) -> None:
+    write_block(tmp_path, BASE, random_block(BASE))
+    (tmp_path / "mask_embedding.pt").write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt is a pickle, which is not read"):
+        open_block(LocalFiles(tmp_path), TARGET)
+
+
 @pytest.mark.parametrize(
     ("keys", "causal"),
     [
