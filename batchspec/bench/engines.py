@@ -25,6 +25,7 @@ from batchspec.config.drafters import DRAFTERS, named
 from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
+from batchspec.draft.block_head import dummy_block_spec
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
@@ -42,12 +43,13 @@ from batchspec.records import NgramRule
 OPTIONS = (
     "coupled", "lengths", "dead_positions", "uniform_slots", "argmax", "dead_rows", "prefill_graphs", "sharing", "sharded_draft",
 )
-TREE = "tree"
+TREE, DFLASH2 = "tree", "dflash2"
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"parallel": False},
     "hybrid": {"parallel": False},
     "parallel": {"name": "eagle3", "parallel": True},
     TREE: {"name": "eagle3", "parallel": False},
+    DFLASH2: {"name": "block"},
 }
 """Names of --draft -> keys of `draft` that they set; a drafter without an entry is its own name."""
 DRAFTS = tuple(dict.fromkeys([*named(), *SETTINGS]))
@@ -178,13 +180,17 @@ class Bench:
         self.free_bytes, target = free_after_loading(self.device, self.group), self.workload.target
         if target.ranks is not None:
             longest = max(
-                self._drafter_spec(config_of(self.args, variant)).shape.num_verified for variant in variant_specs(self.args)
+                self._drafter_spec(variant, config_of(self.args, variant)).shape.num_verified
+                for variant in variant_specs(self.args)
             )
             target.ranks.reserve(self.args.batch * (longest + 1) * target.spec.hidden_size * target.dtype.itemsize)
 
-    def _drafter_spec(self, config: RunConfig) -> DrafterSpec[Any]:
+    def _drafter_spec(self, variant: VariantSpec, config: RunConfig) -> DrafterSpec[Any]:
         spec, vocab = self.workload.target.spec, DRAFT_VOCAB.get(self.args.shape, DEFAULT_DRAFT_VOCAB)
-        return open_drafter(config, spec.whole or spec, draft_vocab=vocab).of_rank(spec.shard)
+        made = open_drafter(config, spec.whole or spec, draft_vocab=vocab).of_rank(spec.shard)
+        if variant.draft == DFLASH2 and config.draft.path is None:
+            made.checkpoint = dummy_block_spec(made.target, block_size=max(8, config.draft.draft_len), dflash2=True)
+        return made
 
     def drafter(self, variant: VariantSpec, config: RunConfig) -> Drafter:
         """The drafter that a job would have; drafters with the same checkpoint share its weights.
@@ -193,7 +199,7 @@ class Bench:
         """
         target, args = self.workload.target, self.args
         try:
-            spec = self._drafter_spec(config)
+            spec = self._drafter_spec(variant, config)
             if spec.checkpoint not in self._weights:
                 self._weights[spec.checkpoint] = spec.load(dtype=target.dtype, device=self.device)
             return spec.build(self._weights[spec.checkpoint], target, slots=args.batch)

@@ -25,6 +25,8 @@ from batchspec.bench.schemas import following, symbols_of
 from batchspec.bench.workloads import make_job, make_workload
 from batchspec.config.compose import compose
 from batchspec.draft import pard
+from batchspec.draft.block import BlockDrafter, BlockDrafterSpec
+from batchspec.draft.block_head import BlockWeights
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
@@ -263,7 +265,9 @@ def test_options_of_drafts_are_tried_where_drafts_may_differ_by_them() -> None:
     ]
 
 
-@pytest.mark.parametrize(("past", "drafters"), [(8, ["eagle3"]), (33, ["eagle3", "parallel", "window", "tree"])])
+@pytest.mark.parametrize(
+    ("past", "drafters"), [(8, ["eagle3"]), (33, ["eagle3", "parallel", "window", "tree", "block", "dflash2"])]
+)
 def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
     shape: Path, tmp_path: Path, past: int, drafters: list[str]
 ) -> None:
@@ -279,6 +283,22 @@ def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
         assert row["mean_acceptance_length"] == length or row["variant"].startswith("tree")
         tok_s = 4 * row["mean_acceptance_length"] / row["round_us"] * 1e6
         assert row["tok_s"] == pytest.approx(tok_s, rel=1e-3, abs=0.06)  # written with one digit after the point
+
+
+def test_dflash2_is_timed_with_its_convolutions_and_its_selector(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[tuple[int, int, int]]()
+    build = BlockDrafterSpec.build
+
+    def noted(self: BlockDrafterSpec, weights: BlockWeights, *args: Any, **options: Any) -> BlockDrafter:
+        found.append((weights.spec.conv_taps, weights.spec.selector_rank, weights.spec.markov_rank))
+        return build(self, weights, *args, **options)
+
+    monkeypatch.setattr(BlockDrafterSpec, "build", noted)
+    rows = lines(shape, tmp_path / "o.jsonl", "--draft", "block", "dflash2", "--k", "2", "--accept", "1,1")
+    assert [row["variant"] for row in rows] == ["block K=2", "dflash2 K=2"]
+    assert found == [(0, 0, 256), (2, 256, 0)]
 
 
 @pytest.mark.parametrize("more", [["--rounds", "3", "--prompt", "40"], []])
