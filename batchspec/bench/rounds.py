@@ -1,8 +1,8 @@
 """`batchspec bench OUT.jsonl NAME --rounds N`: the time of one round, by drafter, draft length and option, without prefill.
 
 All slots hold live rows with --prompt earlier tokens whose K/V are random: a round's time depends on how much it reads, not on
-the values. Rows advance as --accept says, or as their drafts happen to be right. With K = 0 a drafter keeps its K/V up to date
-and drafts nothing. With --schemas each row is at some point within the text of its schema;
+the values. Rows advance as --accept says, or as their drafts happen to be right. With K = 0 a drafter keeps what it needs to
+draft later, and drafts nothing. With --schemas each row is at some point within the text of its schema;
 with --ngrams the newest --ngram-window tokens of its past are output.
 """
 

@@ -107,7 +107,7 @@ class RoundShape:
     shared: bool = False
     """Some rows share a prefix: attention reads it once for all of them."""
     prepare_next: bool = True
-    """The next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft."""
+    """The next round may draft; otherwise the drafter only keeps what a later round needs, and prepares no draft."""
     max_kv: int | None = None
     """Limit on the tokens of each row, drafts included; None: that of the batch. It matters because attention splits long rows
     over programs, and merging their parts is one more launch in every layer."""

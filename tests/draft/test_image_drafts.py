@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.engine.prefill.passes import flat_batch
 from batchspec.engine.slots import expected_pages
-from batchspec.engine.step import Segment
+from batchspec.engine.step import RoundWidth, Segment
 from batchspec.images.decode import decode
 from batchspec.images.processor import Fit
 from batchspec.model.target import Target
@@ -56,6 +57,7 @@ from tests.helpers.image_models import (
     picture,
 )
 from tests.helpers.mtp_drafting import drafter_spec
+from tests.helpers.row_lengths import set_widths
 
 A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
 ROWS: tuple[tuple[int | bytes, ...], ...] = ((9,), (A, 7), (5, B, 1, C, 3), (3, picture(100, 20, 5)), (70, C, 2), (C,))
@@ -217,10 +219,10 @@ class Reference:
             return draft(design, tensors, table, with_own_ids(one, prefix, len(self.target.embedding)), count)
 
 
-def check(seen: Proposals, expected: Callable[[tuple[int, ...], int], list[int]]) -> None:
-    """Every proposal, each once."""
+def check(seen: Proposals, expected: Callable[[tuple[int, ...], int], list[int]], *, least: int = 40) -> None:
+    """Every proposal, each once; more than `least` drafts in all."""
     distinct = {(prefix, tuple(drafts)) for prefix, drafts in seen if drafts}
-    assert sum(len(drafts) for _, drafts in distinct) > 40
+    assert sum(len(drafts) for _, drafts in distinct) > least
     wrong = [
         (len(prefix), list(drafts), wanted)
         for prefix, drafts in distinct if list(drafts) != (wanted := expected(prefix, len(drafts)))
@@ -228,12 +230,19 @@ def check(seen: Proposals, expected: Callable[[tuple[int, ...], int], list[int]]
     assert wrong == []
 
 
-def drafted(target: Target, drafter: Any, chunk: int, *, kept_images: int = 64) -> Proposals:
-    """What was proposed for all rows, about half of which is accepted, whatever the order in which their images are made."""
+def drafted(
+    target: Target, drafter: Any, chunk: int, *, kept_images: int = 64, lengths: Sequence[int] | None = None
+) -> Proposals:
+    """What was proposed for all rows, about half of which is accepted, whatever the order in which their images are made.
+
+    lengths  K of rounds, in turn; None: the most of all
+    """
     batch = replace(BATCH, prefill_tokens=max(chunk, target.spec.prefill_multiple or 1))
     for steps in ORDERS:
         prepared = ImagesInOrder(steps)
         engine = image_engine(target, drafter, batch, kept_images=kept_images, options=synthetic(3), prepared=prepared)
+        if lengths is not None:
+            set_widths(engine, partial(next, map(RoundWidth, cycle(lengths))))
         tokens(list(engine.run(rows_of(target, 14))))
     found: Proposals = getattr(drafter, "seen", [])
     return found
@@ -296,14 +305,16 @@ def _tree_of(grow: Any, *asked: Any) -> Any:
 
 
 @pytest.mark.second
-def test_a_block_is_that_of_the_definition(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [None, (0, 0, 3, 0, 0, 0, 1)])
+def test_a_block_is_that_of_the_definition(lengths: Sequence[int] | None, models: Path, tmp_path: Path) -> None:
+    """Also where rounds without drafts have put positions off."""
     target = image_target(models / "qwen3_vl", DOUBLE)
     design, requests = block_design(target), rows_of(target, 14)
     tensors = random_block(design, seed=2)
     drafter = test_block.Recorded(block_of(tmp_path, target, design, tensors), target, 3, slots=3)
-    drafted(target, drafter, 23)
+    drafted(target, drafter, 23, lengths=lengths)
     seen, reference = [(prefix, drafts) for prefix, room, drafts, _ in drafter.seen if room >= 3], Reference(target, requests)
-    check(seen, lambda prefix, count: reference.block(design, tensors, prefix, count))
+    check(seen, lambda prefix, count: reference.block(design, tensors, prefix, count), least=20 if lengths is None else 10)
 
 
 @pytest.mark.second
