@@ -14,12 +14,7 @@
 # specbench .parquet: one user turn per row in the column `prompt`; the last without the questions that are of GSM8K):
 # gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
 # rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
-# trees              sums against products of probabilities
 # quantised          SmolLM2 made a MoE, FP8 and MXFP4: KL divergence, acceptance of the head
-# lossless           in these formats and with FP8 K/V: rows that differ between K = auto and no drafts, with gaps (ROWS=48)
-# deterministic      decode.deterministic: rows that differ between drafters, slots, kills; tok/s with and without it (no HEADS)
-# deterministic_formats   the rows that differ with each weight format and with FP8 K/V: eagle3, one slot, killed (ROWS=24)
-# deterministic_8b   the rows that differ with an 8B dummy shape, each drafter with a fixed K (ROWS; neither HEADS nor DATA)
 set -euo pipefail
 out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
 shift
@@ -146,22 +141,6 @@ figure_quantised() {
         model=$out/made/$name real "$name" gsm8k_test --batch 256 --draft none eagle3 --k 3 "${head[@]}" --runs 3
     done
 }
-figure_lossless() {
-    local name
-    upcycled
-    for name in dense fp8_block fp8_channel moe moe_fp8_block moe_fp8_channel gpt_oss_mxfp4; do same_tokens "$name" auto; done
-    for name in dense moe_fp8_block gpt_oss_mxfp4; do same_tokens "$name" fp8; done
-}
-same_tokens() { # NAME KV: a job with the package's head and, on a GPU, K = auto; its rows decoded again without drafts
-    local folder=lossless-$1-$2 path=$out/made/$1 line
-    [ "$1" != dense ] || path=$model
-    run "$folder" model.path="$path" input.path="$DATA/gsm8k_test.parquet" input.chat=true input.limit="${ROWS:-48}" \
-        draft=smollm2_eagle3 draft.num_speculative_tokens=3 cache.dtype="$2" decode=greedy decode.max_new_tokens=128 \
-        packing.max_num_seqs=64 output=training
-    # Where rows differ, verify exits with 1.
-    line=$("$python" -m batchspec.cli verify "$out/$folder" --rows 0 | grep "decoded again") || [ -n "$line" ]
-    echo "$1, K/V $2: $line" | tee -a "$out/lossless.txt"
-}
 figure_lengths() {
     dummy llama8b --batch 64 --prompt 8448 --rounds 30 --draft none eagle3 parallel --k 0 1 2 3 4 5 6 7 8
     dummy smol135m --batch 256 --prompt 768 --rounds 100 --draft none eagle3 parallel --k 0 1 2 3 4 5 6 7 8
@@ -200,116 +179,6 @@ figure_rows() {
 }
 figure_draws() {
     real draws gsm8k_test --batch 256 --draft eagle3 --k 3 5 --temperature 0 0.6 1 --opt coupled=false --draft-path "$HEADS/eagle3"
-}
-figure_trees() {
-    real trees specbench --batch 32 --requests 80 --draft eagle3 tree --k 6 --topk 10 --nodes 60 \
-        --draft-path "$HEADS/eagle3" --runs 3
-}
-figure_deterministic() { # on a CPU with DTYPE=float64, few ROWS and TOKENS
-    local rows=${ROWS:-1319} head=pkg://smollm2-135m-eagle3 common all drawn mode pid
-    common=(decode.deterministic=true decode.max_new_tokens="${TOKENS:-256}" model.path="$model" model.dtype="${DTYPE:-bfloat16}"
-        input.path="$DATA/gsm8k_test.parquet" input.chat=true output=training output.shard_rows=$((rows / 20 + 1))
-        packing.memory_gb="${MEMORY_GB:-5}")
-    all=(decode=greedy input.limit="$rows")
-    drawn=(decode=sampled decode.seed=7 input.limit="$rows" output.logprobs=0)
-    same plain "${all[@]}" draft=none packing.max_num_seqs=256 # alone: it compiles the kernels
-    same plain-one-slot decode=greedy input.limit="${FEW:-24}" draft=none packing.max_num_seqs=1 &
-    same plain-lookup "${all[@]}" draft=lookup packing.max_num_seqs=256 &
-    same plain-eagle3 "${all[@]}" draft=eagle3 draft.path="$head" packing.max_num_seqs=256 &
-    same plain-hybrid "${all[@]}" draft=hybrid draft.path="$head" packing.max_num_seqs=96 &
-    same plain-window "${all[@]}" draft=window draft.window=96 packing.max_num_seqs=200 &
-    stopped KILL plain-killed "draft=eagle3 draft.path=$head packing.max_num_seqs=256" "${all[@]}" &
-    stopped TERM plain-stopped "draft=lookup packing.max_num_seqs=130" "${all[@]}" &
-    same drawn "${drawn[@]}" draft=none packing.max_num_seqs=256 &
-    stopped TERM drawn-stopped "draft=eagle3 draft.path=$head packing.max_num_seqs=70" "${drawn[@]}" &
-    for pid in $(jobs -p); do wait "$pid"; done
-    differences plain drawn
-    for mode in ${MODES-off on}; do
-        real "$section-$mode" gsm8k_test --batch 256 --draft none eagle3 --k 3 --draft-path "$head" --runs "${RUNS:-3}" \
-            $([ "$mode" = off ] || echo --deterministic)
-    done
-}
-figure_deterministic_formats() { # no HEADS
-    local names=(dense_kv fp8_block fp8_channel fp8_channel_kv moe moe_fp8_block moe_fp8_channel gpt_oss_mxfp4 gpt_oss_mxfp4_kv)
-    local name pid all=input.limit="${ROWS:-24}"
-    upcycled
-    for name in "${names[@]}"; do in_format "$name" same "$name" "$all" draft=none packing.max_num_seqs=64 & done
-    for pid in $(jobs -p); do wait "$pid"; done # first, because these compile the kernels
-    for name in "${names[@]}"; do
-        in_format "$name" same "$name-one-slot" input.limit="${FEW:-4}" draft=none packing.max_num_seqs=1 &
-        in_format "$name" same "$name-eagle3" "$all" draft=smollm2_eagle3 draft.num_speculative_tokens=3 packing.max_num_seqs=64 &
-        in_format "$name" stopped KILL "$name-killed" "draft=smollm2_eagle3 packing.max_num_seqs=8" "$all" &
-    done
-    for pid in $(jobs -p); do wait "$pid"; done
-    differences "${names[@]}"
-}
-in_format() { # NAME COMMAND...: run COMMAND with `common` set for this format of tests.heads.upcycle; NAME_kv is the same with FP8 K/V
-    local path=$out/made/${1%_kv} kv=auto common
-    [ "${1%_kv}" != dense ] || path=$model
-    [ "$1" = "${1%_kv}" ] || kv=fp8
-    common=(decode.deterministic=true decode=greedy decode.max_new_tokens="${TOKENS:-96}" model.path="$path" model.dtype=bfloat16
-        cache.dtype="$kv" input.path="$DATA/gsm8k_test.parquet" input.chat=true output=training output.shard_rows=3
-        packing.memory_gb="${MEMORY_GB:-3}")
-    "${@:2}"
-}
-figure_deterministic_8b() { # prompts come twice, so that the corpus of finished rows drafts their tokens. On a CPU: SHAPE=FILE.json DTYPE=float64
-    local folder=$out/deterministic-8b rows=${ROWS:-512} common pid name
-    [ -e "$folder" ] || bench --make-job "$folder" --shape "${SHAPE:-llama8b}" --requests $((rows / 2)) --prompt 768 --gen 128 > /dev/null
-    "$python" - "$folder" <<'PYTHON'
-import sys
-import polars as pl
-
-rows = pl.read_parquet(f"{sys.argv[1]}/known.parquet").with_columns(pl.col("id").cast(pl.String))
-pl.concat([rows, rows.with_columns(pl.col("id") + "-again")]).write_parquet(f"{sys.argv[1]}/twice.parquet")
-PYTHON
-    common=(decode.deterministic=true decode=greedy decode.max_new_tokens=128 decode.ignore_eos=true model.path="$folder/model"
-        model.load_format=dummy model.dtype="${DTYPE:-bfloat16}" model.max_len=1024 input.path="$folder/twice.parquet" output=training
-        output.shard_rows=$((rows / 16 + 1)) packing.memory_gb="${MEMORY_GB:-16}")
-    same large draft=none packing.max_num_seqs=256 packing.memory_gb="${LARGE_GB:-32}" # alone: it compiles the kernels
-    stopped KILL large-killed "draft=window draft.adaptive=false draft.window=256 packing.max_num_seqs=60" &
-    same large-corpus draft=lookup draft.adaptive=false draft.corpus_tokens=1000000 packing.max_num_seqs=100 &
-    same large-window draft=window draft.adaptive=false draft.window=128 packing.max_num_seqs=64 &
-    for pid in $(jobs -p); do wait "$pid"; done
-    same large-eagle3 draft=eagle3 draft.adaptive=false packing.max_num_seqs=90 &
-    same large-one-slot draft=none packing.max_num_seqs=1 input.limit="${FEW:-12}" &
-    same large-parallel draft=parallel draft.adaptive=false packing.max_num_seqs=80 &
-    for pid in $(jobs -p); do wait "$pid"; done
-    differences large
-    for name in corpus window; do
-        echo "$name: $(grep -o 'mean acceptance length [0-9.]*' "$out/large-$name.log" | tail -n 1)"
-    done
-}
-same() { # NAME KEY=VALUE...: the job `common` with these keys
-    run "$1" "${common[@]}" "${@:2}" > "$out/$1.log" 2>&1 || { echo "$1 failed:"; tail -n 5 "$out/$1.log"; false; } >&2
-}
-stopped() { # SIGNAL NAME KEYS KEY=VALUE...: the same; a run with KEYS gets the signal after four shards, another one goes on
-    local pid
-    # shellcheck disable=SC2086
-    (exec "$python" -m batchspec.run output.dir="$out/$2" "${common[@]}" $3 "${@:4}" > "$out/$2.first.log" 2>&1) & pid=$!
-    while kill -0 "$pid" 2> /dev/null && [ "$(find "$out/$2/data" -name 'part-*' 2> /dev/null | wc -l)" -lt 4 ]; do sleep 0.02; done
-    kill -s "$1" "$pid" 2> /dev/null || true
-    wait "$pid" 2> /dev/null || true
-    same "$2" "${@:4}" draft=lookup packing.max_num_seqs=64
-}
-differences() { # NAME...: of each job NAME, the rows of the jobs NAME-* that differ from its rows; none may
-    "$python" - "$out" "$@" <<'PYTHON'
-import sys
-from pathlib import Path
-import polars as pl
-
-wrong = 0
-for name in sys.argv[2:]:
-    plain = pl.read_parquet(Path(sys.argv[1], name, "data", "*.parquet"))
-    columns = [column for column in ("token_ids", "logprobs") if column in plain.columns]
-    for folder in sorted(Path(sys.argv[1]).glob(f"{name}-*/")):
-        other = pl.read_parquet(folder / "data" / "*.parquet")
-        both = other.join(plain, on=["request_id", "sample_index"], suffix="_plain")
-        same = both.filter(pl.all_horizontal([pl.col(column) == pl.col(f"{column}_plain") for column in columns]))
-        runs, tokens = other["perf"].struct.field("attempt").n_unique(), both["token_ids"].list.len().sum()
-        wrong += len(other) - len(same)
-        print(f"{folder.name}: {len(other)} of {len(plain)} rows, {tokens:,} tokens, {runs} runs, {len(other) - len(same)} rows differ")
-sys.exit(f"{wrong} rows differ" if wrong else 0)
-PYTHON
 }
 
 for section in "$@"; do

@@ -35,7 +35,6 @@ SECTIONS = [
     "drafters",
     "rows",
     "draws",
-    "trees",
     "moe",
     "fp8",
     "one_row",
@@ -81,7 +80,6 @@ def recorded(tmp_path: Path, *sections: str, **env: object) -> list[list[str]]:
     stub, log = tmp_path / "python", tmp_path / "log"
     stub.write_text(
         f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n"
-        "print('2 completions decoded again')\n"
     )
     stub.chmod(0o755)
     done = script("figures.sh", tmp_path / "out", *sections, **{"PYTHON": stub, "HEADS": "heads", "DATA": "data", **env})
@@ -141,93 +139,6 @@ def test_the_figure_of_quantised_models_compares_each_with_the_model_that_it_was
     }
     benches = [bench_arguments.parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
     assert [args.model for args in benches] == ["dense", *compared]
-
-
-def test_the_figure_of_lossless_formats_decodes_the_rows_of_each_job_again(tmp_path: Path) -> None:
-    lines = recorded(tmp_path, "lossless", MODEL="dense", ROWS=5)
-    made = tmp_path / "out" / "made"
-    assert lines[0][1:] == ["tests.heads.upcycle", "make", "dense", str(made)]
-    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
-    assert {job.model.path for job in jobs if job.cache.dtype == "fp8"} == {
-        "dense", str(made / "moe_fp8_block"), str(made / "gpt_oss_mxfp4")
-    }
-    assert {job.model.path for job in jobs if job.cache.dtype == "auto"} == {"dense"} | {
-        str(made / name) for name in ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4")
-    }
-    for job in jobs:
-        assert (job.draft.name, job.draft.adaptive, job.input.limit) == ("eagle3", None, 5)
-        assert job.output.token_ids
-        assert job.decode.temperature == 0
-    assert (tmp_path / "out" / "lossless.txt").read_text().splitlines()[0] == "dense, K/V auto: 2 completions decoded again"
-    verified = [line[3] for line in lines if line[1:3] == ["batchspec.cli", "verify"]]
-    assert verified == [job.output.dir for job in jobs]
-
-
-def test_the_figures_of_decode_deterministic_compare_jobs_of_the_same_rows_that_have_the_key(tmp_path: Path) -> None:
-    lines = recorded(tmp_path, "deterministic", ROWS=40, FEW=3)
-    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
-    assert all(job.decode.deterministic for job in jobs)
-    assert {job.input.path for job in jobs} == {"data/gsm8k_test.parquet"}
-    assert {job.draft.name for job in jobs} == {"none", "lookup", "eagle3", "hybrid", "window"}
-    assert {job.input.limit for job in jobs} == {3, 40}
-    assert min(job.packing.max_num_seqs or 0 for job in jobs) == 1
-    drawn = {Path(str(job.output.dir)).name for job in jobs if job.decode.temperature > 0}
-    assert drawn == {"drawn", "drawn-stopped"}
-    compared = next(line for line in lines if line[0] == "-")
-    assert compared[2:] == ["plain", "drawn"]
-    timed = [bench_arguments.parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
-    assert [args.deterministic for args in timed] == [False, True]
-    assert len({(args.batch, args.runs, *args.draft, *args.k) for args in timed}) == 1
-
-
-def test_the_figure_of_an_8b_does_the_same_with_its_dummy_weights(tmp_path: Path) -> None:
-    lines = recorded(tmp_path, "deterministic_8b")
-    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
-    assert all(job.decode.deterministic and job.model.load_format == "dummy" for job in jobs)
-    assert {job.draft.name for job in jobs} == {"none", "lookup", "window", "eagle3"}
-    assert {job.draft.name for job in jobs if job.draft.adaptive is False} == {"lookup", "window", "eagle3"}
-    assert [line for line in lines if line[0] == "-"][-1][2:] == ["large"]
-
-
-def test_the_figure_of_deterministic_formats_runs_each_format_in_four_ways(tmp_path: Path) -> None:
-    lines = recorded(tmp_path, "deterministic_formats", MODEL="dense", ROWS=8, FEW=2)
-    made = tmp_path / "out" / "made"
-    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
-    assert all(job.decode.deterministic and job.output.token_ids for job in jobs)
-    formats = {(str(job.model.path), job.cache.dtype) for job in jobs}
-    assert {Path(path).name for path, kv in formats if kv == "auto"} == {
-        "fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4"
-    }
-    assert {path for path, kv in formats if kv == "fp8"} == {"dense", str(made / "fp8_channel"), str(made / "gpt_oss_mxfp4")}
-    for path, kv in formats:
-        own = [job for job in jobs if (str(job.model.path), job.cache.dtype) == (path, kv)]
-        assert {job.draft.name for job in own} == {"none", "eagle3", "lookup"}
-        assert {(job.input.limit, job.packing.max_num_seqs) for job in own} == {(8, 64), (2, 1), (8, 8)}
-    assert len(next(line for line in lines if line[0] == "-")[2:]) == len(formats)
-
-
-def row(row_id: str, tokens: list[int], run_id: str = "a") -> dict[str, object]:
-    return {"request_id": row_id, "sample_index": 0, "token_ids": tokens, "perf": {"attempt": run_id}}
-
-
-def differences(out: Path, jobs: dict[str, list[dict[str, object]]]) -> subprocess.CompletedProcess[str]:
-    """The comparison of figures.sh by itself, of jobs with these rows."""
-    for name, rows in jobs.items():
-        (out / name / "data").mkdir(parents=True)
-        pl.DataFrame(rows).write_parquet(out / name / "data" / "part-00000.parquet")
-    function = f"source <(sed -n '/^differences()/,/^}}/p' {SCRIPTS['figures.sh']})"
-    own = f"{function}; python={sys.executable} out={out} differences plain"
-    return subprocess.run(["bash", "-c", own], capture_output=True, text=True, check=False)
-
-
-def test_rows_whose_tokens_differ_are_counted_and_are_no_success(tmp_path: Path) -> None:
-    plain = [row("a", [1, 2]), row("b", [3]), row("c", [4])]
-    alike = differences(tmp_path / "one", {"plain": plain, "plain-few": [row("b", [3], "x"), row("a", [1, 2], "y")]})
-    assert (alike.returncode, alike.stdout) == (0, "plain-few: 2 of 3 rows, 3 tokens, 2 runs, 0 rows differ\n")
-    other = [row("a", [1, 2]), row("b", [9]), row("d", [4])]  # another token, and a row that the first job has not
-    found = differences(tmp_path / "two", {"plain": plain, "plain-other": other})
-    assert found.returncode == 1
-    assert "2 rows differ" in found.stdout
 
 
 def test_an_unknown_figure_is_no_success(tmp_path: Path) -> None:
