@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from batchspec.kernels.moe.mxfp4 import dequantise_blocks
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from tests.heads import four_bits, upcycle
+from tests.heads import upcycle
 from tests.heads.upcycle import compare, fp8_block, fp8_channel, make, mxfp4_blocks
 from tests.helpers.four_bit_models import FOUR_BITS
 from tests.helpers.models import make_checkpoint
@@ -101,21 +100,6 @@ def test_a_comparison_reports_the_distance_of_a_model(made: Path, capsys: pytest
     words = [str(made / "gpt_oss"), str(made / "gpt_oss_mxfp4"), str(made / "prompts.parquet"), "--rows", "3", "--tokens", "8"]
     assert upcycle.main(["compare", *words]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("mean KL ")
-
-
-@pytest.mark.second
-def test_the_table_of_four_bit_formats_has_their_bits_and_what_they_change(
-    made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Groups of 32 with scales of 16 bits, columns filled up to a multiple of 128; groups of 16 with scales of 8 bits, and 32
-    bits for each row of 96 or 160 numbers."""
-    words = [str(made / "dense"), str(made / "prompts.parquet"), "--rows", "4", "--tokens", "6", "--formats", "int4", "nvfp4"]
-    assert four_bits.main(words) == 0
-    model, int4, nvfp4 = capsys.readouterr().out.splitlines()[-3:]
-    assert re.fullmatch(r"model: 16\.00 bits, -; tokens a round: \d\.\d\d with lookup", model)
-    changed = r"mean KL [\d.e-]+, [\d.]+% of 24 greedy tokens changed; tokens a round: \d\.\d\d with lookup"
-    assert re.fullmatch(rf"int4: 6\.25 bits, {changed}", int4)
-    assert re.fullmatch(rf"nvfp4: 4\.81 bits, {changed}", nvfp4)
 
 
 def test_a_model_with_biases_is_refused(made: Path, tmp_path: Path) -> None:
