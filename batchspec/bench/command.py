@@ -25,7 +25,6 @@ import torch
 from batchspec.bench import rounds
 from batchspec.bench.arguments import device_of, parse
 from batchspec.bench.engines import Bench
-from batchspec.bench.phases import Phases
 from batchspec.bench.ranks import lead
 from batchspec.bench.variants import EngineVariant, Record, engine_variants
 from batchspec.bench.workloads import make_job, make_workload
@@ -33,6 +32,8 @@ from batchspec.commands.doctor import versions
 from batchspec.console import terminal
 from batchspec.distributed.group import Group
 from batchspec.engine.ranks.lead import Lead
+from batchspec.job.report.start_up import age_clock
+from batchspec.process.signals import program_does
 
 JOB_ROWS = 192
 
@@ -49,16 +50,25 @@ def main(argv: list[str]) -> int:
     lead(args.tensor_parallel, argv, device, lambda group: _measure(args, argv, device, group))
 
 
+class Phases:
+    """Says on stderr what the command does until it has figures. Making 30 GB of weights, compiling some hundred kernels and
+    capturing as many graphs takes a minute or two, in which a silent command would look like one that hangs."""
+
+    def __init__(self) -> None:
+        self._age_s = age_clock()
+
+    def begin(self, name: str) -> None:
+        program_does(f"during {name!r}, before anything was written")
+        self.say(name)
+
+    def say(self, what: str) -> None:
+        """Print a line after the seconds since the process began."""
+        terminal.say(f"{self._age_s():7.1f} s  {what}")
+
+
 def _measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device, group: Group | None = None) -> None:
     """group: the processes that compute the model together; this one is their leader. None: it computes alone."""
     phases = Phases()
-    with phases.watched():
-        _measure_in(phases, args, argv, device, group)
-
-
-def _measure_in(
-    phases: Phases, args: argparse.Namespace, argv: Sequence[str], device: torch.device, group: Group | None
-) -> None:
     phases.begin(f"loading {args.model}" if args.model else f"making the weights of {args.shape}")
     bench = Bench(args, make_workload(args, device, group), device, group)
     if args.rounds is not None:
