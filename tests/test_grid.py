@@ -118,12 +118,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {
         **LAYER_INPUTS, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
-        "sliding_window": 4,
+        "sliding_window": 4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 64,
     },
     "falcon_h1": {
         **needed("falcon_h1", 2), "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 32,
         "attention_in_multiplier": 1.5, "ssm_multipliers": [0.5, 1.0, 0.75, 1.25, 2.0], "mlp_multipliers": [1.5, 0.7],
     },
+    "phi3": {**OWN["phi3"], "partial_rotary_factor": 0.75}, "glm4": OWN["glm4"], "gemma3_text": OWN["gemma3_text"],
 }
 IGNORED = ["lm_head", "re:.*mlp.gate$"]
 WEIGHTS: dict[str, dict[str, Any]] = {

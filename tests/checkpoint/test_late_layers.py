@@ -23,14 +23,19 @@ from batchspec.model.weights import judge_model
 from batchspec.packing.cost import kv_read_bytes, prefill_seconds
 from batchspec.packing.kv_memory import KVMemory
 from tests.helpers.attentions import attentions
+from tests.helpers.engines import VOCAB
+from tests.helpers.gemma4_models import MIXED
 from tests.helpers.models import write_weights
 from tests.helpers.stand_ins import H200
-from tests.model.test_gemma4 import BLOCKS, OWN, TINY
+from tests.model.test_gemma4 import OWN, TINY
 from tests.model.test_target import Runner
 from tests.model.test_target import run as logits_of
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
-CONFIG: dict[str, Any] = {**TINY, **OWN, **BLOCKS["layer inputs"]}
+CONFIG: dict[str, Any] = {
+    **TINY, **OWN, "hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": VOCAB + 2, "num_hidden_layers": 5,
+    "layer_types": [MIXED[0], *MIXED], "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+}
 """Five layers, of which the last two keep nothing."""
 
 

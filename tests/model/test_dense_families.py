@@ -1,4 +1,4 @@
-"""Dense families: logits, tokens, tensors and config keys of transformers; drafts change no token.
+"""Dense families: logits, tokens, tensors and config keys of transformers.
 
 Gemma 3 text, Phi-3/4, OLMo 2 and 3, GLM-4, EXAONE 4, Seed-OSS, SmolLM3, Granite 3 and 4, Ministral 3.
 """
@@ -17,28 +17,19 @@ from safetensors.torch import load_file
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.config.schema import RunConfig
-from batchspec.draft.base import Drafter
-from batchspec.draft.chain import ChainDrafter
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.none import NoDrafter
-from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.fused import rms_norm
 from batchspec.model.layers.attention.rope import rope_frequencies
 from batchspec.model.layers.attention.rope_config import read_rope
 from batchspec.model.products import products
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
-from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
 from batchspec.packing.admit import job_max_len
 from batchspec.packing.model_notes import model_notes
-from batchspec.records import SamplingParams
 from tests.checkpoint.test_config_values import ODD_NUMBERS, ODD_VALUES, ours
 from tests.helpers.attentions import attentions, windows
-from tests.helpers.engines import DEVICE, VOCAB, make_engine, packed, request
+from tests.helpers.engines import VOCAB
 from tests.helpers.models import make_checkpoint, needed
-from tests.helpers.moe_models import ids_of
 from tests.model.test_target import assert_like_transformers
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 5.5], "long_factor": [4.0] * 7}
@@ -402,38 +393,9 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line(family: str) -> None:
         assert spec is None or all(math.isfinite(own.rotation.attention_factor) for own in attentions(spec))
 
 
-# --- the whole engine
-
-
-def tiny(family: str) -> Target:
-    spec = read_spec({"model_type": family, **TINY, **OWN[family]}, "config.json")
-    return Target.load(Path(), spec, dtype=torch.float64, device=DEVICE, dummy=True)
-
-
-@pytest.mark.second
-@pytest.mark.parametrize("family", OWN)
-def test_drafts_of_any_kind_change_no_token(family: str) -> None:
-    """Greedy rows and sampled ones, prompts longer than the windows."""
-    target = tiny(family)
-    head = dummy_head(dummy_spec(target.spec, draft_vocab_size=19), dtype=torch.float64, device=DEVICE)
-    drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
-        WindowDrafter(target, 3, slots=3, window=4, sink=1),
-    ]
-    found, accepted = [], 0
-    for drafter in drafters:
-        engine = make_engine(target, drafter, packed(3, num_verified=4), device=DEVICE)
-        asked = [request(i, [i, 2, 3, i, 2, 7, i], cap=20, sampling=SamplingParams(temperature=i % 2)) for i in range(4)]
-        done = list(engine.run(iter(asked)))
-        found.append({completion.request_id: ids_of(completion) for completion in done})
-        accepted += sum(completion.stats.num_accepted for completion in done if completion.stats is not None)
-    assert found[0] == found[1] == found[2] == found[3]
-    assert all(len(tokens) == 20 for tokens in found[0].values())
-    assert accepted > 0
-
-
 def test_the_tuner_times_no_kernel_that_a_family_does_not_use() -> None:
-    ops = {family: {op for op, _, _ in products(tiny(family).spec)} for family in OWN}
+    specs = {family: read_spec({"model_type": family, **TINY, **own}, "config.json") for family, own in OWN.items()}
+    ops = {family: {op for op, _, _ in products(spec)} for family, spec in specs.items()}
     assert ops["gemma3_text"] == ops["olmo2"] - {"swiglu"} == {"linear", "lm_head"}
     assert ops["olmo3"] == ops["exaone4"] == ops["olmo2"]
     assert ops["glm4"] == {"linear", "norm_linear", "swiglu", "norm_swiglu", "lm_head"}

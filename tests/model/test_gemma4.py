@@ -1,4 +1,4 @@
-"""Gemma 4: logits, tokens, tensors and config keys of transformers; sizes of the published models; drafts change no token."""
+"""Gemma 4: logits, tokens, tensors and config keys of transformers; sizes of the published models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ import pytest
 import torch
 
 from batchspec.checkpoint.files import LocalFiles, stored_tensors
-from batchspec.draft.base import Drafter
-from batchspec.draft.chain import ChainDrafter
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.none import NoDrafter
-from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
 from batchspec.model.families.gemma4 import GEMMA4_TEXT
 from batchspec.model.families.shapes import shape_spec
@@ -25,14 +19,12 @@ from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes, judge_model
 from batchspec.packing.cost import num_multiplied
 from batchspec.packing.kv_memory import KVMemory
-from batchspec.records import SamplingParams
 from batchspec.tuning import policy
 from tests.checkpoint.test_config_values import ODD_VALUES, ours
 from tests.helpers.attentions import attentions, windows
-from tests.helpers.engines import DEVICE, VOCAB, make_engine, packed, request
+from tests.helpers.engines import DEVICE, VOCAB
 from tests.helpers.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS, MIXED, NO_LAYER_INPUTS
 from tests.helpers.models import make_checkpoint, make_wrapped
-from tests.helpers.moe_models import ids_of
 from tests.model.test_dense_families import made_by_transformers
 from tests.model.test_target import assert_like_transformers, prompts
 from tests.model.test_target import run as logits_of
@@ -108,13 +100,7 @@ OWN: dict[str, Any] = {
 }
 
 
-BLOCKS: dict[str, dict[str, Any]] = {
-    "dense": {}, "experts": {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 9},
-    "layer inputs": {
-        "hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": VOCAB + 2, "num_hidden_layers": 5,
-        "layer_types": [MIXED[0], *MIXED], "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
-    },
-}
+MOE: dict[str, Any] = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 9}
 
 
 def spec_of(**changes: Any) -> ModelSpec:
@@ -171,7 +157,7 @@ def test_heads_windows_and_rotations_are_those_of_transformers(family: str, chan
         ({"global_head_dim": 7}, "head_dim 7 is odd"),
         ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "is not a multiple of num_key_value_heads 3"),
         ({"enable_moe_block": True}, "num_experts is null; it must be an integer"),
-        ({**BLOCKS["experts"], "top_k_experts": 6}, "top_k_experts 6 exceeds the 5 experts"),
+        ({**MOE, "top_k_experts": 6}, "top_k_experts 6 exceeds the 5 experts"),
         ({"num_experts": 5}, "not supported: num_experts=5"),
         ({"layer_types": ["linear_attention"] * 2}, '["linear_attention"] not supported'),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 of 2 layers: those before them must have each kind of layer"),
@@ -222,38 +208,10 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
         )
 
 
-# --- the whole engine
-
-
-def tiny(**changes: Any) -> Target:
-    return Target.load(Path(), spec_of(**{**OWN, **changes}), dtype=torch.float64, device=DEVICE, dummy=True)
-
-
-@pytest.mark.second
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_drafts_of_any_kind_change_no_token(blocks: str) -> None:
-    """Greedy rows and sampled ones, prompts longer than the windows."""
-    target = tiny(**BLOCKS[blocks])
-    head = dummy_head(dummy_spec(target.spec, draft_vocab_size=19), dtype=torch.float64, device=DEVICE)
-    drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
-        WindowDrafter(target, 3, slots=3, window=4, sink=1),
-    ]
-    found, accepted = [], 0
-    for drafter in drafters:
-        engine = make_engine(target, drafter, packed(3, num_verified=4), device=DEVICE)
-        asked = [request(i, [i, 2, 3, i, 2, 7, i], cap=20, sampling=SamplingParams(temperature=i % 2)) for i in range(4)]
-        done = list(engine.run(iter(asked)))
-        found.append({completion.request_id: ids_of(completion) for completion in done})
-        accepted += sum(completion.stats.num_accepted for completion in done if completion.stats is not None)
-    assert found[0] == found[1] == found[2] == found[3]
-    assert all(len(tokens) == 20 for tokens in found[0].values())
-    assert accepted > 0
-
-
 def test_logits_are_capped_and_tokens_are_chosen_among_capped_logits() -> None:
     """Where the cap rounds several to one number, the lowest id is chosen."""
-    target, hidden = tiny(), 40 * torch.randn(5, 24, dtype=torch.float64, device=DEVICE)
+    target = Target.load(Path(), spec_of(**OWN), dtype=torch.float64, device=DEVICE, dummy=True)
+    hidden = 40 * torch.randn(5, 24, dtype=torch.float64, device=DEVICE)
     logits = target.logits(hidden)
     assert 1.0 < logits.abs().max() < 2.0
     torch.testing.assert_close(logits, 2 * torch.tanh(hidden @ target.embedding.T / 2))

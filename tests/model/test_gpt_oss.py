@@ -1,4 +1,4 @@
-"""gpt-oss against transformers, in plain dtypes and in MXFP4; sinks, windows, shared pages and preemption in the engine."""
+"""gpt-oss against transformers, in plain dtypes and in MXFP4; its sinks and windows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchspec.checkpoint.files import LocalFiles
-from batchspec.draft.chain import ChainDrafter
-from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.mxfp4 import VALUES, dequantise_blocks
 from batchspec.model.layers.base import Shard, Share
@@ -24,12 +22,9 @@ from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes, judge_model
 from batchspec.packing.cost import num_multiplied
-from batchspec.records import SamplingParams
-from tests.cache.test_kv_groups import long_requests
 from tests.helpers.attentions import windows
-from tests.helpers.engines import DEVICE, make_engine, packed, plain_tokens
 from tests.helpers.models import make_checkpoint
-from tests.helpers.moe_models import ids_of, tiny_config, tiny_moe
+from tests.helpers.moe_models import tiny_config
 from tests.model.test_target import Runner, assert_like_transformers, oracle, prompts
 
 CPU = torch.device("cpu")
@@ -205,20 +200,3 @@ def test_names_of_the_original_folder_are_refused_with_what_to_use(tmp_path: Pat
     save_file({"block.0.attn.sinks": torch.zeros(8), "embedding.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"block\.0\.attn\.sinks.*as in gpt-oss's folder original/: use the files of the"):
         judge_model(LocalFiles(folder))
-
-
-@pytest.mark.second
-@pytest.mark.parametrize("num_pages", [200, 40], ids=["shared prefixes", "preemption"])
-def test_rows_that_share_pages_or_lose_them_have_the_tokens_of_plain_decoding(
-    num_pages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchspec.engine.slots.expected_pages.SHORT_CAP_TOKENS", 0)
-    target, requests = tiny_moe("gpt_oss"), long_requests(6, sampling=SamplingParams(temperature=0.9))
-    head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
-    drafter = ChainDrafter(dummy_head(head_spec, dtype=torch.float64, device=DEVICE), target, 3, slots=6)
-    batch = packed(6, max_len=80, num_pages=num_pages, page_size=2, prefill_tokens=24, run_ahead=1)
-    engine = make_engine(target, drafter, batch, device=DEVICE)
-    found = {done.request_id: ids_of(done) for done in engine.run(iter(requests))}
-    assert found == {one.request_id: plain_tokens(target, one) for one in requests}
-    assert (engine.totals.preempted > 0) == (num_pages == 40)
-    assert num_pages == 40 or engine.totals.cached_tokens > 20
