@@ -43,19 +43,24 @@ def _weights(query, key, key_at, limit, lse, scale):
     return tl.where(key_at[None, :] < limit[:, None], tl.exp(score - lse[:, None]), 0.0)
 
 
+@triton.jit
+def _queries(q, starts, limits, HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr):
+    """Of a program by queries: its row, head and lanes; where its queries are, which exist, their limits, and they themselves."""
+    row, head, lane = tl.program_id(2), tl.program_id(1), tl.arange(0, LANES)
+    at, end = tl.load(starts + row) + tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.load(starts + row + 1)
+    inside = at < end
+    exists = inside[:, None] & (lane < D)[None, :]
+    limit = tl.load(limits + at, mask=inside, other=0)
+    return row, head, lane, at, inside, exists, limit, _tile(q, at, head, lane, HEADS, exists, D)
+
+
 @triton.jit(do_not_specialize=["length"])
 def prefix_attention_kernel(
     q, k, v, starts, limits, out, out_lse, length, scale, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
     LANES: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):
-    row, head, lane = tl.program_id(2), tl.program_id(1), tl.arange(0, LANES)
-    key_head = head // (HEADS // KEY_HEADS)
-    at, end = tl.load(starts + row) + tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.load(starts + row + 1)
-    inside = at < end
-    exists = inside[:, None] & (lane < D)[None, :]
-    limit = tl.load(limits + at, mask=inside, other=0)
-    last = tl.max(limit, 0)
-    query = _tile(q, at, head, lane, HEADS, exists, D)
+    row, head, lane, at, inside, exists, limit, query = _queries(q, starts, limits, HEADS, D, LANES, QUERIES)
+    key_head, last = head // (HEADS // KEY_HEADS), tl.max(limit, 0)
     acc = tl.zeros([QUERIES, LANES], tl.float32)
     top, total = tl.full([QUERIES], float("-inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
     for first in range(0, last, KEYS):
@@ -82,15 +87,9 @@ def prefix_queries_backward_kernel(
     q, k, v, starts, limits, grad, lse, delta, out_q, length, scale, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     D: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):
-    row, head, lane = tl.program_id(2), tl.program_id(1), tl.arange(0, LANES)
-    key_head = head // (HEADS // KEY_HEADS)
-    at, end = tl.load(starts + row) + tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.load(starts + row + 1)
-    inside = at < end
-    exists = inside[:, None] & (lane < D)[None, :]
-    limit = tl.load(limits + at, mask=inside, other=0)
-    last = tl.max(limit, 0)
-    query, grad_out = _tile(q, at, head, lane, HEADS, exists, D), _tile(grad, at, head, lane, HEADS, exists, D)
-    own = at.to(tl.int64) * HEADS + head
+    row, head, lane, at, inside, exists, limit, query = _queries(q, starts, limits, HEADS, D, LANES, QUERIES)
+    key_head, last = head // (HEADS // KEY_HEADS), tl.max(limit, 0)
+    grad_out, own = _tile(grad, at, head, lane, HEADS, exists, D), at.to(tl.int64) * HEADS + head
     own_lse, own_delta = tl.load(lse + own, mask=inside, other=0.0), tl.load(delta + own, mask=inside, other=0.0)
     own_lse = tl.where(own_lse == float("-inf"), 0.0, own_lse)  # no key: its weights are 0
     acc = tl.zeros([QUERIES, LANES], tl.float32)
