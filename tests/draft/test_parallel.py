@@ -3,22 +3,18 @@ agree exactly."""
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.bench.workloads import make_job
 from batchspec.cache.pages import KVCache
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import RunConfig
@@ -29,7 +25,6 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
-from batchspec.model.families.shapes import COMMON
 from batchspec.records import SamplingParams
 from tests.helpers.drafting import (
     TARGET,
@@ -352,36 +347,6 @@ def test_a_job_drafts_in_parallel_by_default_if_the_head_can(tmp_path: Path) -> 
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but the head .*chain has no mask token: it drafts a chain"):
         open_drafter(config, target.spec)
-
-
-@pytest.mark.second
-def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path) -> None:
-    shape = tmp_path / "config.json"
-    sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
-    }
-    shape.write_text(json.dumps({**COMMON, **sizes}))
-    make_job(tmp_path / "job", shape=str(shape), num_requests=4, prompt_len=20, cap=60)
-    words = [
-        "+job=reasoning_8k",
-        f"model.path={tmp_path}/job/model",
-        "model.load_format=dummy",
-        "model.max_len=80",
-        "model.dtype=float32",
-        "decode.ignore_eos=true",
-        "decode.max_new_tokens=60",
-        f"input.path={tmp_path}/job/known.parquet",
-        "device=cpu",
-    ]
-    found = []
-    for name, draft in (
-        ("none", ["draft=none"]),
-        ("parallel", ["draft=eagle3", "draft.parallel=true", "draft.num_speculative_tokens=5"]),
-    ):
-        assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0
-        found.append(pl.read_parquet(tmp_path / name / "data").sort("id"))
-    assert found[0]["token_ids"].to_list() == found[1]["token_ids"].to_list()
 
 
 def test_more_drafts_than_the_longest_row_has_tokens_change_none(tmp_path: Path) -> None:

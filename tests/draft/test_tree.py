@@ -424,7 +424,10 @@ def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_pa
     assert shapes[3] == (4, 7, TreeShape(topk=4, depth=4, nodes=7))
 
 
-def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.second
+def test_whole_jobs_with_trees_or_parallel_drafts_write_what_one_without_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = tmp_path / "config.json"
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -437,10 +440,11 @@ def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path, caps
         "decode.ignore_eos=true", "decode.max_new_tokens=24", f"input.path={tmp_path}/job/known.parquet", "device=cpu",
     ]
     tree, found = ["draft=tree", "draft.tree.nodes=20"], []
-    for name, draft in (("none", ["draft=none"]), ("tree", tree)):
+    parallel = ["draft=eagle3", "draft.parallel=true", "draft.num_speculative_tokens=5"]
+    for name, draft in (("none", ["draft=none"]), ("tree", tree), ("parallel", parallel)):
         assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0
         found.append(pl.read_parquet(tmp_path / name / "data").sort("id"))
-    assert found[0]["token_ids"].to_list() == found[1]["token_ids"].to_list()
+        assert found[0]["token_ids"].to_list() == found[-1]["token_ids"].to_list()
     for spec in found[1]["spec_decode"].to_list():
         assert (spec["drafter"], spec["num_spec_tokens"], len(spec["acceptance_histogram"])) == ("tree", 6, 7)
         # Nodes are counted, in every round but one that could emit no more than one token.
