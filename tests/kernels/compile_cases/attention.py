@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchspec.kernels.attention.ordered_step import block_of
-from tests.kernels.compile_cases.cases import I32, I64, PF32, PI32, PI64, Cases
+from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
 CASES = Cases("attention")
 case = CASES.add
@@ -26,107 +26,23 @@ for _stored, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sin
 ):
     _fp8 = _stored.startswith("e4m3")
     _dtype = {"e4m3": "bf16", "e4m3 fp32": "fp32"}.get(_stored, _stored)
-    case(
-        f"verify_kernel {_stored} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}, "
-        f"sinks {_sinks}",
-        "verify_attention",
-        _warps,
-        stages=(2 if _warps == 8 else 3) if _dim >= 256 and _stored != "fp16" else None,
-        q=f"*{_dtype}",
-        kv="*fp8e4nv" if _fp8 else f"*{_dtype}",
-        scales=PF32 if _fp8 else None,
-        page_table=PI32,
-        positions=PI64,
-        cu_seqlens_q=PI32,
-        kv_len=PI32,
-        row_order=PI32,
-        items=PI32,
-        num_items=PI32,
-        row_parts=PI32,
-        ancestors=PI64 if _tree else None,
-        tail_start=PI32 if _tree else None,
-        sink_logits=PF32 if _sinks else None,
-        out=f"*{_dtype}",
-        part_out=PF32,
-        part_lse=PF32,
-        scale="fp32",
-        max_pages=I32,
-        max_q=I32,
-        q_stride_t=I32,
-        q_stride_h=I32,
-        kv_stride_part=I64,
-        kv_stride_page=I32,
-        KV_HEADS=8,
-        HEADS=4,
-        HEAD_DIM=_dim,
-        DIM=128 if _dim == 96 else _dim,
-        PAGE_SIZE=16,
-        WINDOW=_window,
-        SINK=4 if _window else 0,
-        TILE=_tile,
-        BLOCK=_block,
-        GROUPED=_grouped,
-        WIDE=False,
-        INTERPRETED=False,
-        EARLY=_early,
-    )
+    case(f"verify_kernel {_stored} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}, "
+         f"sinks {_sinks}", "verify_attention", _warps,
+         stages=(2 if _warps == 8 else 3) if _dim >= 256 and _stored != "fp16" else None, q=f"*{_dtype}",
+         kv="*fp8e4nv" if _fp8 else f"*{_dtype}", scales=PF32 if _fp8 else None, row_order=PI32, items=PI32,
+         num_items=PI32, ancestors=PI64 if _tree else None, tail_start=PI32 if _tree else None,
+         sink_logits=PF32 if _sinks else None, out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32", KV_HEADS=8, HEADS=4,
+         HEAD_DIM=_dim, DIM=128 if _dim == 96 else _dim, PAGE_SIZE=16, WINDOW=_window, SINK=4 if _window else 0, TILE=_tile,
+         BLOCK=_block, GROUPED=_grouped, WIDE=False, INTERPRETED=False, EARLY=_early)
 for _groups, _part in ((0, 0), (64, 0), (0, 1024), (64, 1024)):
-    case(
-        f"split_kv_schedule_kernel groups {_groups}, part {_part}",
-        "split_kv_schedule",
-        4,
-        cu_seqlens_q=PI32,
-        kv_len=PI32,
-        positions=PI64,
-        row_group=PI32,
-        group_start=PI32,
-        shared_len=PI32,
-        out_items=PI32,
-        out_group_items=PI32,
-        out_counts=PI32,
-        out_row_parts=PI32,
-        num_rows=I32,
-        num_groups=I32,
-        num_flat_tokens=I32,
-        target=I32,
-        group_target=I32,
-        chunk=I32,
-        min_chunk=I32,
-        HEADS=4,
-        MAX_Q=4,
-        WINDOW=0 if _groups else 512,
-        SINK=0 if _groups else 4,
-        PAGE_SIZE=16,
-        TILE=16,
-        BLOCK=64,
-        GROUP_TILE=64,
-        GROUP_BLOCK=64,
-        WAVES=5,
-        PART=_part,
-        ROWS=128,
-        GROUPS=_groups,
-        LANES=64,
-    )
+    case(f"split_kv_schedule_kernel groups {_groups}, part {_part}", "split_kv_schedule", 4, row_group=PI32, group_start=PI32,
+         shared_len=PI32, out_items=PI32, out_group_items=PI32, out_row_parts=PI32, target=I32, group_target=I32, chunk=I32,
+         min_chunk=I32, HEADS=4, MAX_Q=4, WINDOW=0 if _groups else 512, SINK=0 if _groups else 4, PAGE_SIZE=16, TILE=16, BLOCK=64,
+         GROUP_TILE=64, GROUP_BLOCK=64, WAVES=5, PART=_part, ROWS=128, GROUPS=_groups, LANES=64)
 for _sink_logits in (None, PF32):  # without them one part after another, as where the order is fixed
-    case(
-        f"merge_states_kernel sinks {_sink_logits}",
-        "merge_states",
-        1,
-        part_out=PF32,
-        part_lse=PF32,
-        row_parts=PI32,
-        cu_seqlens_q=PI32,
-        sink_logits=_sink_logits,
-        out="*bf16",
-        KV_HEADS=8,
-        HEADS=4,
-        HEAD_DIM=96,
-        DIM=128,
-        TILES=4,
-        LINES=4,
-        PARTS=8 if _sink_logits else 1,
-        AHEAD=1 if _sink_logits else 4,
-    )
+    case(f"merge_states_kernel sinks {_sink_logits}", "merge_states", 1, part_out=PF32, part_lse=PF32, sink_logits=_sink_logits,
+         out="*bf16", KV_HEADS=8, HEADS=4, HEAD_DIM=96, DIM=128, TILES=4, LINES=4, PARTS=8 if _sink_logits else 1,
+         AHEAD=1 if _sink_logits else 4)
 for _kv, _dim, _tile, _window, _grouped, _warps in (
     ("bf16", 128, 16, 0, False, 4), ("bf16", 64, 32, 128, False, 4), ("bf16", 128, 64, 0, True, 4),
     ("fp8e4nv", 128, 16, 0, False, 4), ("fp8e4nv", 64, 32, 128, False, 4), ("fp8e4nv", 128, 64, 0, True, 4),
@@ -134,10 +50,8 @@ for _kv, _dim, _tile, _window, _grouped, _warps in (
 ):
     case(f"ordered_attention_kernel {_kv} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}", "ordered_attention",
          _warps, stages=3 if _dim == 512 else None, q="*bf16", kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
-         page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, row_order=PI32, items=PI32,
-         num_items=PI32, row_parts=PI32, sink_logits=PF32 if _window else None, out="*bf16", part_out=PF32, part_lse=PF32,
-         scale="fp32", max_pages=I32, max_q=I32, stride=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64,
-         kv_stride_page=I32, KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile,
+         row_order=PI32, items=PI32, num_items=PI32, sink_logits=PF32 if _window else None, out="*bf16", part_out=PF32,
+         part_lse=PF32, scale="fp32", KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile,
          BLOCK=block_of(_dim), GROUPED=_grouped, WIDE=False, STRIDED=_window > 0, EARLY=not _window)
 for _kv, _dim, _window, _parted in (
     ("bf16", 128, 0, True), ("bf16", 64, 128, True), ("bf16", 96, 0, False), ("fp8e4nv", 128, 0, True),
@@ -145,21 +59,18 @@ for _kv, _dim, _window, _parted in (
 ):
     case(f"ordered_prefill_kernel {_kv} D={_dim}, window {_window}, parted {_parted}", "ordered_prefill", 8,
          stages=2 if _dim == 512 else None, q="*bf16", kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
-         page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, sink_logits=PF32 if _window else None, out="*bf16",
-         scale="fp32", max_pages=I32, num_tiles=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
-         KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if 64 < _dim <= 128 else _dim, PAGE_SIZE=16, WINDOW=_window,
-         TILE=128 if _dim <= 256 else 32, BLOCK=block_of(_dim), PART=1024, PARTED=_parted, WIDE=False)
+         sink_logits=PF32 if _window else None, out="*bf16", scale="fp32", KV_HEADS=8, HEADS=4, HEAD_DIM=_dim,
+         DIM=128 if 64 < _dim <= 128 else _dim, PAGE_SIZE=16, WINDOW=_window, TILE=128 if _dim <= 256 else 32,
+         BLOCK=block_of(_dim), PART=1024, PARTED=_parted, WIDE=False)
 
 for _window, _given, _dim, _tile, _parts in ((0, None, 512, 32, 2), (16, PF32, 64, 64, 1)):
     case(f"ragged_prefill_kernel D={_dim}, window {_window}", "ragged_prefill", 8, stages=2, q="*bf16", k="*bf16", v="*bf16",
-         cu_seqlens_q=PI32, cu_seqlens_k=PI32, sink_logits=_given, out="*bf16", scale="fp32", num_tiles=I32, q_stride_t=I32,
-         q_stride_h=I32, k_stride=I32, v_stride=I32, KV_HEADS=4, HEADS=8, HEAD_DIM=_dim, DIM=_dim, WINDOW=_window, TILE=_tile,
-         BLOCK=32, V_PARTS=_parts, WIDE=False)
+         cu_seqlens_k=PI32, sink_logits=_given, out="*bf16", scale="fp32", KV_HEADS=4, HEADS=8, HEAD_DIM=_dim, DIM=_dim,
+         WINDOW=_window, TILE=_tile, BLOCK=32, V_PARTS=_parts, WIDE=False)
 
 for _dim, _held in ((72, (64, 16)), (64, (64, 0)), (128, (128, 0))):
-    case(f"bidirectional_kernel D={_dim}", "bidirectional", 8, stages=3, q="*bf16", k="*bf16", v="*bf16", tiles=PI32,
-         out="*bf16", scale="fp32", stride=I32, HEADS=16, HEAD_DIM=_dim, DIM=_held[0], REST=_held[1], TILE=128, BLOCK=64,
-         WIDE=False)
+    case(f"bidirectional_kernel D={_dim}", "bidirectional", 8, stages=3, q="*bf16", k="*bf16", v="*bf16", out="*bf16",
+         scale="fp32", HEADS=16, HEAD_DIM=_dim, DIM=_held[0], REST=_held[1], TILE=128, BLOCK=64, WIDE=False)
 
 CASES.seldom |= {
     "verify_kernel bf16 D=256, tile 16, window 1024, grouped False, tree False, early True, sinks False",
@@ -184,5 +95,5 @@ CASES.seldom |= {
     "ordered_prefill_kernel bf16 D=128, window 0, parted True",
 }
 for _dtype in ("bf16", "fp16"):
-    case(f"apply_sinks_kernel {_dtype}", "apply_sinks", 4, out=f"*{_dtype}", lse=PF32, sink_logits=PF32, num_lines=I32,
-         lse_stride_t=I32, lse_stride_h=I32, unit="fp32", NUM_HEADS=64, HEAD_DIM=64, DIM=64, LINES=64)
+    case(f"apply_sinks_kernel {_dtype}", "apply_sinks", 4, out=f"*{_dtype}", lse=PF32, sink_logits=PF32, unit="fp32",
+         NUM_HEADS=64, HEAD_DIM=64, DIM=64, LINES=64)

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchspec.kernels.common.card import Card
 
+KERNELS = Path(__file__).parents[3] / "kernels"
 I32, I64, PI32, PI64, PF32 = "i32", "i64", "*i32", "*i64", "*fp32"
+USUAL = {"kv_stride_part": I64} | dict.fromkeys(("keys", "out_positions", "out_slot_mapping", "positions", "slot_mapping"), PI64)
+USUAL |= dict.fromkeys(
+    ("count", "first_id", "growth", "head_width", "length", "mask_id", "split", "vocab", "w_rows", "width"), I32
+)
+USUAL |= dict.fromkeys(
+    (
+        "accepted_len", "classes", "cu_seqlens_q", "draft_ids", "draft_len", "expert_ids", "kv_len", "limit", "live", "log",
+        "match_len", "order", "out_counts", "out_cu_seqlens_q", "out_draft_len", "out_ids", "out_kv_len", "out_offsets",
+        "out_pairs", "out_places", "out_row_ids", "out_units", "page_table", "pairs", "parents", "prompt_len", "row_ids",
+        "row_parts", "settings", "starts", "states", "symbols", "tables", "target_ids", "tiles", "tokens", "top_ids", "units",
+    ),
+    PI32,
+)
+"""Types of arguments that a case does not give; strides, and numbers and maxima of things, are int32."""
+
+
+@cache
+def _arguments(package: str, module: str) -> dict[str, list[str]]:
+    """The arguments of each function of a file of kernels/, read without importing it."""
+    tree = ast.parse((KERNELS / package / f"{module}.py").read_text(encoding="utf-8"))
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {function.name: [own.arg for own in function.args.args + function.args.kwonlyargs] for function in functions}
+
+
+def _usual(argument: str) -> str:
+    if argument not in USUAL and not re.search("stride|^num_|^max_", argument):
+        raise ValueError(f"{argument} has no usual type: a case must give it")
+    return USUAL.get(argument, I32)
 
 
 class Case(NamedTuple):
@@ -52,9 +85,14 @@ class Cases(dict[str, Case]):
     def add(
         self, name: str, module: str, warps: int, *, stages: Any = None, registers: Any = None, **arguments: object
     ) -> None:
-        """A case of the kernel that `name` begins with, in kernels/PACKAGE/`module`.py."""
+        """A case of the kernel that `name` begins with, in kernels/PACKAGE/`module`.py. Arguments that are not given have their
+        usual types; whether it overlaps launches (PDL) depends on the card."""
         assert name not in self, name
-        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments, stages or 3, stages is not None, registers)
+        kernel = name.split(" ")[0]
+        own = [each for each in _arguments(self.package, module)[kernel] if each in arguments or each != "PDL"]
+        assert arguments.keys() <= set(own), f"{name} has no {arguments.keys() - set(own)}"
+        in_order = {each: arguments[each] if each in arguments else _usual(each) for each in own}
+        self[name] = Case(self.package, module, kernel, warps, in_order, stages or 3, stages is not None, registers)
 
 
 ORDERED = ("ordered", "ordered_attention", "ordered_prefill")

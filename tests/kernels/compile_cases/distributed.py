@@ -24,14 +24,13 @@ for _ranks, _share, _norm, _copy in ((2, 0, True, True), (4, 2048, True, False),
              GROUP=128, INTERPRETED=False)
 for _ranks, _add, _dtype in ((2, True, "fp32"), (4, False, "i32"), (8, False, "i64"), (2, False, "u8")):
     case(f"exchange_kernel {_dtype}, {_ranks} ranks, sum {_add}", "exchange", 4, x=f"*{_dtype}", out=f"*{_dtype}", **_PEERS,
-         num_values=I32, num_bytes=I32, RANKS=_ranks, SUM=_add, ACC="fp32", BLOCK=1024)
+         RANKS=_ranks, SUM=_add, ACC="fp32", BLOCK=1024)
 for _ranks, _flag in ((2, True), (4, False)):
-    case(f"best_of_ranks_kernel fp32, {_ranks} ranks", "exchange", 4, scores=PF32, ids=PI32, out_ids=PI32, **_PEERS,
-         num_rows=I32, num_bytes=I32, RANKS=_ranks, FLAG=_flag, BLOCK=64)
+    case(f"best_of_ranks_kernel fp32, {_ranks} ranks", "exchange", 4, scores=PF32, ids=PI32, **_PEERS, RANKS=_ranks, FLAG=_flag,
+         BLOCK=64)
 for _ranks, _weight in ((2, "*bf16"), (4, PF32)):
     case(f"head_norms_kernel bf16, {_ranks} ranks, {_weight}", "head_norms", 8, qkv="*bf16", q_norm=_weight, k_norm=_weight,
-         **_PEERS, num_rows=I32, num_bytes=I32, row_stride=I32, EPS=1e-5, Q=3072, K=512, BLOCK_Q=4096, BLOCK_K=512,
-         RANKS=_ranks, ACC="fp32")
+         **_PEERS, EPS=1e-5, Q=3072, K=512, BLOCK_Q=4096, BLOCK_K=512, RANKS=_ranks, ACC="fp32")
 
 CASES.seldom |= {
     "reduce_norm_kernel bf16, 2 ranks, share 0, FP8 whole True",

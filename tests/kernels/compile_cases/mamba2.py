@@ -27,22 +27,18 @@ for _dtype, _shape in (*(("bf16", shape) for shape in SHAPES), ("fp32", "8 group
         if (_shape, _bytes) == ("heads of 128", 2):
             continue  # for an A100 (sm_80) Triton rounds 64 numbers of a state one by one in scan_chunks: right, but slow
         case(f"scan_steps_kernel {_dtype}, {_shape}, states of {_bytes} bytes", "scan_steps", 1, stages=3, registers=REGISTERS,
-             **_inputs, state=_state, inputs=_values, steps=_values, folded=PI32, **_rows, out=_values, commits=I32,
-             xbc_stride=I32, dt_stride=I32, state_stride=I32, inputs_stride=I32, steps_stride=I32, **_sizes, RING=8,
-             PARTS=_sizes["N"] * _bytes // 128, LANES=128 // _bytes, ACC="fp32", INTERPRETED=False)
+             **_inputs, state=_state, inputs=_values, steps=_values, folded=PI32, **_rows, out=_values, commits=I32, **_sizes,
+             RING=8, PARTS=_sizes["N"] * _bytes // 128, LANES=128 // _bytes, ACC="fp32", INTERPRETED=False)
         case(f"scan_chunks_kernel {_dtype}, {_shape}, states of {_bytes} bytes", "scan_chunks", 4,
              stages=stages_of(torch.float32 if _dtype == "fp32" else torch.bfloat16), **_inputs, state=_state, **_rows,
-             out=_values, xbc_stride=I32, dt_stride=I32, state_stride=I32, **_sizes, DIM=_sizes["N"], TILE=TILE, ACC="fp32",
-             INTERPRETED=False)
+             out=_values, **_sizes, DIM=_sizes["N"], TILE=TILE, ACC="fp32", INTERPRETED=False)
     if _sizes["D"] * _sizes["N"] == 64 * 128:
         _groups = _sizes["G"]
         _size = HEADS * _sizes["D"] // _groups
         case(f"gated_group_norm_kernel {_dtype}, {_groups} groups", "gated_group_norm", min(8, _size // 256), y=_values,
-             z=_values, weight=_values, out=_values, z_stride=I32, NORMS=True, EPS=1e-5, GROUPS=_groups, SIZE=_size, LANES=_size,
-             ACC="fp32")
+             z=_values, weight=_values, out=_values, NORMS=True, EPS=1e-5, GROUPS=_groups, SIZE=_size, LANES=_size, ACC="fp32")
         case(f"gated_group_norm_kernel {_dtype}, {_groups} groups, no norm", "gated_group_norm", min(8, _size // 256), y=_values,
-             z=_values, weight=_values, out=_values, z_stride=I32, NORMS=False, EPS=1e-5, GROUPS=_groups, SIZE=_size, LANES=_size,
-             ACC="fp32")
+             z=_values, weight=_values, out=_values, NORMS=False, EPS=1e-5, GROUPS=_groups, SIZE=_size, LANES=_size, ACC="fp32")
 
 CASES.seldom |= {
     name for name in CASES if "fp32" in name.split(",")[0] or "1 groups, states" in name or "80, states of 2" in name

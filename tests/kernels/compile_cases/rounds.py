@@ -2,57 +2,32 @@
 
 from __future__ import annotations
 
-from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
+from tests.kernels.compile_cases.cases import PF32, PI32, PI64, Cases
 
 CASES = Cases("rounds")
 case = CASES.add
 
 for _tokens in (1, 5):
-    case(
-        f"prepare_verify_inputs_kernel S={_tokens}",
-        "prepare_verify_inputs",
-        1,
-        tokens=PI32,
-        num_tokens=PI32,
-        limit=PI32,
-        live=PI32,
-        page_table=PI32,
-        out_ids=PI32,
-        out_draft_len=PI32,
-        out_positions=PI64,
-        out_slot_mapping=PI64,
-        out_kv_len=PI32,
-        token_stride=I32,
-        max_tokens=I32,
-        max_pages=I32,
-        WIDTH=_tokens,
-        PAGE_SIZE=16,
-        LANES=1 if _tokens == 1 else 8,
-    )
+    case(f"prepare_verify_inputs_kernel S={_tokens}", "prepare_verify_inputs", 1, num_tokens=PI32, WIDTH=_tokens, PAGE_SIZE=16,
+         LANES=1 if _tokens == 1 else 8)
 for _rates in (None, PF32):
     for _k in (0, 4, 64):
-        case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
-             cu_seqlens_q=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
-             finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
-             num_kinds=I32, K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, UNDECIDED=-2, AFTER_DRAFT=5)
+        case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, stop_ids=PI32, rates=_rates, num_tokens=PI32, finish=PI32,
+             out_accepted_len=PI32, out_log=PI32, K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, UNDECIDED=-2,
+             AFTER_DRAFT=5)
 for _rows in (64, 512):
-    case(f"prepare_ragged_inputs_kernel {_rows} rows", "prepare_ragged_inputs", 4, tokens=PI32, num_tokens=PI32, live=PI32,
-         draft_ids=PI32, draft_len=PI32, page_table=PI32, out_ids=PI32, out_row_ids=PI32, out_positions=PI64,
-         out_slot_mapping=PI64, out_cu_seqlens_q=PI32, out_kv_len=PI32, token_stride=I32, draft_stride=I32, num_rows=I32,
-         num_flat_tokens=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows, BLOCK=128)
+    case(f"prepare_ragged_inputs_kernel {_rows} rows", "prepare_ragged_inputs", 4, num_tokens=PI32, PAGE_SIZE=16, ROWS=_rows,
+         BLOCK=128)
 for _k, _rows, _bins, _cut in ((4, 256, 32, True), (4, 256, 32, False), (64, 1024, 64, True)):
-    case(f"allocate_drafts_kernel K={_k}, {_rows} rows, cut {_cut}", "allocate_drafts", min(16, _rows // 64),
-         confidence=PI32, costs=PI32, live=PI32, draft_len=PI32, out_counts=PI32, num_places=I32, num_rows=I32,
-         confidence_stride=I32, CUT=_cut, K=_k, BINS=_bins, ROWS=_rows, LEVELS=256)
+    case(f"allocate_drafts_kernel K={_k}, {_rows} rows, cut {_cut}", "allocate_drafts", min(16, _rows // 64), confidence=PI32,
+         costs=PI32, CUT=_cut, K=_k, BINS=_bins, ROWS=_rows, LEVELS=256)
 for _bins in (32, 64):
-    case(f"learn_acceptance_kernel {_bins} bins", "learn_acceptance", 4, confidence=PI32, log=PI32, prior=PF32, tried=PF32,
-         accepted=PF32, costs=PI32, totals="*fp64", num_rows=I32, num_cells=I32, confidence_stride=I32, log_stride=I32,
-         weight="fp32", decay="fp32", BINS=_bins, ROWS=128, LEVELS=256, PER_HALF=32, AFTER_DRAFT=5)
+    case(f"learn_acceptance_kernel {_bins} bins", "learn_acceptance", 4, confidence=PI32, prior=PF32, tried=PF32, accepted=PF32,
+         costs=PI32, totals="*fp64", weight="fp32", decay="fp32", BINS=_bins, ROWS=128, LEVELS=256, PER_HALF=32, AFTER_DRAFT=5)
 for _word in ("i8", "i16", "i32", "i64"):
-    case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
-         BLOCK=1024)
+    case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, BLOCK=1024)
     case(f"write_rows_kernel {_word}", "write_rows", 4, state=f"*{_word}", slot_ids=PI64, mask=PI32, values=f"*{_word}",
-         state_stride=I32, values_stride=I32, width=I32, BLOCK=1024)
+         BLOCK=1024)
 
 CASES.seldom |= {
     "write_rows_kernel i8",

@@ -13,36 +13,13 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     for _distance, _share in ((None, 0.0), (f"*{_acc}", 0.9)):
         case(f"soft_cross_entropy_kernel {_dtype}, share {_share}", "soft_cross_entropy", 8, logits=f"*{_dtype}",
              probs=f"*{_acc}", weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}",
-             out_distance=_distance, vocab=I32, SHARE=_share, ACC=_acc, BLOCK=4096)
-    case(
-        f"rope_train_kernel {_dtype}",
-        "rope_train",
-        4,
-        x=f"*{_dtype}",
-        cos=f"*{_acc}",
-        sin=f"*{_acc}",
-        out=f"*{_dtype}",
-        num_heads=I32,
-        length=I32,
-        HEADS=9,
-        D=64,
-        HALF=32,
-        ACC=_acc,
-        ROWS=32,
-    )
-    case(
-        f"swiglu_train_kernel {_dtype}",
-        "swiglu_train",
-        8,
-        gate=f"*{_dtype}",
-        up=f"*{_dtype}",
-        out=f"*{_dtype}",
-        count=I32,
-        ACC=_acc,
-        BLOCK=2048,
-    )
+             out_distance=_distance, SHARE=_share, ACC=_acc, BLOCK=4096)
+    case(f"rope_train_kernel {_dtype}", "rope_train", 4, x=f"*{_dtype}", cos=f"*{_acc}", sin=f"*{_acc}", out=f"*{_dtype}",
+         HEADS=9, D=64, HALF=32, ACC=_acc, ROWS=32)
+    case(f"swiglu_train_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", out=f"*{_dtype}", ACC=_acc,
+         BLOCK=2048)
     case(f"swiglu_train_backward_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
-         out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)
+         out_gate=f"*{_dtype}", out_up=f"*{_dtype}", ACC=_acc, BLOCK=2048)
 _STEP_SIZES = {"num_tokens": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64,
         "LANES": 64,
         "TOKENS": 16}
@@ -100,7 +77,5 @@ for _dtype, _bytes, _sizes in (("bf16", 2, (64, 128, 256, 512)), ("fp16", 2, (64
     ):
         for _size in _sizes:
             _queries, _keys, _stages = tile_of(_size, _bytes)
-            case(
-                f"{_name}_kernel {_dtype}, {_size} wide", "prefix_attention", 4, stages=_stages, **_prefix, **_own, length=I32,
-                scale="fp32", HEADS=9, KEY_HEADS=3, D=_size, LANES=_size, QUERIES=_queries, KEYS=_keys,
-            )
+            case(f"{_name}_kernel {_dtype}, {_size} wide", "prefix_attention", 4, stages=_stages, **_prefix, **_own, scale="fp32",
+                 HEADS=9, KEY_HEADS=3, D=_size, LANES=_size, QUERIES=_queries, KEYS=_keys)
