@@ -21,7 +21,8 @@ _BARE = {"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers.", "no
 _BACKBONE = {"backbone.embeddings.": "model.embed_tokens.", "model.embeddings.": "model.embed_tokens.", "backbone.": "model."}
 """Beginnings of names in files of Nemotron-H, as published and as transformers has them in memory."""
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector|mtp)\."
+    r"(model\.)?(visual|vision_tower|vision_encoder|vision_projection|vision_embedder|embed_vision|audio_tower|embed_audio|"
+    r"multi_modal_projector|mtp)\."
 )
 
 Item = TypeVar("Item")

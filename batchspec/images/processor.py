@@ -71,8 +71,13 @@ class ImageProcessor:
 
     @property
     def multiple(self) -> int:
-        """Both sides are multiples of it."""
+        """Pixels along each side of the square that becomes one token; both sides of an image are multiples of it."""
         return self.patch * self.merge
+
+    @property
+    def most_token_pixels(self) -> int:
+        """Limit on the pixels of an image, after resizing, divided by its tokens."""
+        return self.multiple**2
 
     def within(self, least: int | None, most: int | None) -> ImageProcessor:
         """The processor with other limits on pixels; None: the limit stays. Raises ValueError for limits that no size fits."""

@@ -49,12 +49,18 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": GRID, "qwen3_5_moe": GRID, "qwen3_vl": {**GRID, "deepstack_visual_indexes": [2, 0]},
     "qwen2_5_vl": {"window_size": 25, "fullatt_block_indexes": [1]},
     "mistral3": {"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 12, "rope_parameters": {"rope_theta": 50.0}},
+    "lighton_ocr": {
+        "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 12, "hidden_act": "silu",
+        "rope_parameters": {"rope_theta": 50.0},
+    },
 }
+OF_PIXTRAL = ("mistral3", "lighton_ocr")
 PIXTRAL: dict[str, Any] = {
     "image_processor_type": "PixtralImageProcessorFast", "patch_size": 4, "size": {"longest_edge": 61},
     "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.3, 0.5],
 }
 SHAPES: dict[str, dict[str, Any]] = {
+    "lighton_ocr": {"hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3, "rope_theta": 1e4, "rms_norm_eps": 1e-3},
     "mistral3": {
         "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 24, "sliding_window": None, "model_type": "ministral3",
         "rope_parameters": {
@@ -95,20 +101,22 @@ def make_image_model(
     """A random model of this kind with its tokenizer, chat template and preprocessor_config.json. mtp: with an MTP layer."""
     vision: dict[str, Any] = {
         "hidden_size": 24, "intermediate_size": 40, "initializer_range": 0.2, "patch_size": 4, **VISION[kind],
-        **({} if kind == "mistral3" else {"depth": 3, "num_heads": 2, "out_hidden_size": 64}),
+        **({} if kind in OF_PIXTRAL else {"depth": 3, "num_heads": 2, "out_hidden_size": 64}),
     }
     text = {**SHAPES[kind], "max_position_embeddings": max_len, **(SAYS_MTP if mtp else {})}
     ids: dict[str, Any] = {"image_token_id": PAD, "video_token_id": 303, "vision_start_token_id": 300, "vision_end_token_id": 302}
-    if kind == "mistral3":
+    if kind in OF_PIXTRAL:
         ids = {"image_token_index": PAD, "multimodal_projector_bias": True}
         names = dict(zip(("image_break_token", "image_token", "image_end_token"), MARKS, strict=True))
+        if kind == "lighton_ocr":
+            ids, names = {"image_token_id": PAD, "tie_word_embeddings": False}, {}  # tied ones repeat a token
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "processor_config.json").write_text(json.dumps({"patch_size": 4, "spatial_merge_size": 2, **names}))
     make_wrapped(folder, kind, text, vision=vision, vocab=VOCAB, seed=seed, dtype=dtype, **ids)
     if mtp:
         layer = {name: own.to(dtype) for name, own in mtp_tensors(text_config(folder), seed=seed + 1).items()}
         write_model(folder, dict(stored(folder)), layer)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PIXTRAL if kind == "mistral3" else PREPROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PIXTRAL if kind in OF_PIXTRAL else PREPROCESSOR))
     return add_marks(folder)
 
 
@@ -220,9 +228,11 @@ def inputs_of(folder: Path, ids: Sequence[int], images: Sequence[bytes]) -> dict
     from transformers import PixtralImageProcessorPil, Qwen2VLImageProcessorPil
 
     row, opened = torch.tensor([list(ids)]), [Image.open(io.BytesIO(one)) for one in images]
-    if json.loads((folder / "config.json").read_text())["model_type"] == "mistral3":
-        pixtral: Any = PixtralImageProcessorPil(**PIXTRAL | {"image_processor_type": None})
-        return {"input_ids": row, **(pixtral(opened, patch_size=8, return_tensors="pt") if images else {})}
+    if (kind := json.loads((folder / "config.json").read_text())["model_type"]) in OF_PIXTRAL:
+        values = json.loads((folder / "preprocessor_config.json").read_text())
+        pixtral: Any = PixtralImageProcessorPil(**values | {"image_processor_type": None})
+        more = {"patch_size": 8} if kind == "mistral3" else {}
+        return {"input_ids": row, **(pixtral(opened, **more, return_tensors="pt") if images else {})}
     found = {"input_ids": row, "mm_token_type_ids": (row == PAD).int()}
     if images:
         processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)

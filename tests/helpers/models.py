@@ -192,6 +192,7 @@ _WRAPPED = {
     "gemma4": ("gemma4_text", "gemma4_vision"), "gemma4_unified": ("gemma4_unified_text", "gemma4_unified_vision"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision"), "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"), "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
+    "lighton_ocr": ("qwen3", "pixtral"),
 }
 
 

@@ -17,15 +17,29 @@ from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_
 from batchspec.errors import BadRow, CheckpointError
 from batchspec.images.decode import decode
 from batchspec.images.header import BadImage
-from batchspec.images.pixtral_processor import PixtralProcessor, read_pixtral_processor
+from batchspec.images.pixtral_processor import (
+    LongestEdgeProcessor,
+    PixtralProcessor,
+    read_longest_edge_processor,
+    read_pixtral_processor,
+)
 from batchspec.packing.prompt_images import PromptImages
 from tests.helpers.image_models import PIXTRAL, picture
+from tests.images.test_decode import made
 
 
 def processor(patch: int = 4, **keys: Any) -> PixtralProcessor:
     values = {**PIXTRAL, "patch_size": patch, **keys}
     return read_pixtral_processor(
         values, "preprocessor_config.json", patch=patch, merge=2, placeholder=7, row_end=8, image_end=9
+    )
+
+
+def of_lighton(patch: int = 4, merge: int = 2, **keys: Any) -> LongestEdgeProcessor:
+    """The processor of LightOnOCR."""
+    values, units = {**PIXTRAL, "patch_size": patch, **keys}, {patch: patch, patch * merge: patch * merge}
+    return read_longest_edge_processor(
+        values, "preprocessor_config.json", patch=patch, merge=merge, placeholder=7, units=units
     )
 
 
@@ -103,4 +117,62 @@ def test_what_would_make_other_pixels_is_refused_by_name(keys: dict[str, Any], s
     with pytest.raises(CheckpointError, match=rf"^preprocessor_config.json: {said}"):
         read_pixtral_processor(
             {**PIXTRAL, **keys}, "preprocessor_config.json", patch=4, merge=2, placeholder=7, row_end=8, image_end=9
+        )
+
+
+@given(
+    st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([(4, 2), (14, 2), (5, 3)]), st.booleans(), st.integers(30, 2000)
+)
+def test_sizes_of_lighton_are_whole_patches_or_whole_tokens(
+    height: int, width: int, sides: tuple[int, int], tokens: bool, longest: int
+) -> None:
+    """As patch_size says, with transformers. An image of fewer patches than a token has is refused: transformers fails there."""
+    patch, merge = sides
+    unit = patch * merge if tokens else patch
+    own = of_lighton(patch, merge, patch_size=unit, size={"longest_edge": longest})
+    expected = get_resize_output_image_size(np.zeros((height, width, 1), np.uint8), (longest, longest), (unit, unit))
+    if min(expected) < patch * merge:
+        with pytest.raises(BadImage, match=r"nothing is left of one side|pixels become .* and a token is"):
+            own.fit(height, width)
+        return
+    fit = own.fit(height, width)
+    rows, cols = own.grid(fit)
+    assert fit == expected
+    assert (rows, cols) == (expected[0] // (patch * merge), expected[1] // (patch * merge))
+    assert own.tokens(rows, cols).tolist() == [7] * (rows * cols)
+    assert own.advance(rows, cols) == rows * cols
+    assert fit.height * fit.width <= min(own.max_pixels, own.most_token_pixels * rows * cols)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([("RGB", "JPEG"), ("L", "PNG"), ("RGBA", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"), ("LA", "WEBP")]),
+    st.integers(5, 90), st.integers(5, 90), st.integers(0, 99), st.sampled_from([4, 8]),
+)
+def test_pixels_of_lighton_are_those_of_transformers_bit_for_bit(
+    kind: tuple[str, str], height: int, width: int, seed: int, unit: int
+) -> None:
+    own, data = of_lighton(patch_size={"height": unit, "width": unit}), made(*kind, height, width, seed)
+    theirs: Any = PixtralImageProcessorPil(**PIXTRAL | {"image_processor_type": None, "patch_size": unit})
+    expected = theirs([Image.open(io.BytesIO(data))], return_tensors="pt")["pixel_values"][0]
+    if min(expected.shape[1:]) < 8:
+        return
+    found = own.values[np.arange(3), decode(data, own.fit(height, width))]  # [H, W, 3]
+    assert torch.equal(torch.from_numpy(found).permute(2, 0, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"patch_size": 6}, "patch_size=6: config.json says 4 or 8"),
+        ({"size": {"longest_edge": 4}}, r"size=\{.longest_edge.: 4\}: leaves no image the 8 pixels of a token"),
+        ({"do_sharpen": True}, "do_sharpen=true: unknown key"),
+    ],
+)
+def test_what_a_processor_of_lighton_cannot_mean_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^preprocessor_config.json: {said}"):
+        of_lighton(**keys)
+    with pytest.raises(CheckpointError, match=r"patch_size=16: config\.json says 4 or 8"):
+        read_longest_edge_processor(
+            {"size": {"longest_edge": 61}}, "", patch=4, merge=2, placeholder=7, units={4: 4, 8: 8}
         )

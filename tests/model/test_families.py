@@ -138,6 +138,18 @@ OTHER_NAMES: dict[str, tuple[str, float, dict[str, Any]]] = {
             "text_config": COMMON | MISTRAL, "vision_config": {"hidden_size": 1024},
         },
     ),
+    "LightOnOCR-2-1B": (
+        "qwen3", 0.596,
+        {
+            "model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"], "image_token_id": 151655,
+            "text_config": COMMON | {
+                "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+                "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+                "rms_norm_eps": 1e-6, "vocab_size": 151936, "rope_theta": 1000000, "max_position_embeddings": 40960,
+            },
+            "vision_config": {"model_type": "pixtral", "patch_size": 14, "image_size": 1540},
+        },
+    ),
     "Devstral-2-123B": (
         "ministral3", 125.0,
         SHAPES["ministral3-8b"] | {

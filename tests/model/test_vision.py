@@ -21,6 +21,7 @@ from batchspec.batch.images import rope_positions
 from batchspec.errors import CheckpointError
 from batchspec.images.decode import decode
 from batchspec.images.header import read_header
+from batchspec.images.pixtral_processor import LongestEdgeProcessor
 from batchspec.model.spec import load_spec
 from batchspec.model.vision import encoder as module
 from batchspec.model.vision.blocks import grid_positions, merge_order
@@ -33,8 +34,8 @@ from tests.helpers.image_models import inputs_of, make_image_model, picture, the
 
 CPU = torch.device("cpu")
 QWEN3 = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
-KINDS = (*QWEN3, "qwen2_5_vl", "mistral3")
-SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (50, 70), (8, 120))
+KINDS = (*QWEN3, "qwen2_5_vl", "mistral3", "lighton_ocr")
+SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (50, 70), (15, 120))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -72,8 +73,9 @@ def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, mo
     pooled = encoded.pooler_output if isinstance(encoded.pooler_output, tuple) else encoded.pooler_output.split(1 << 20)
     expected = torch.stack([torch.cat(pooled), *(getattr(encoded, "deepstack_features", None) or [])], 1)
     found = encoder.encode([pixels(spec, one) for one in images])
-    grids = inputs["image_grid_thw"] if "image_grid_thw" in inputs else inputs["image_sizes"] // 4
-    assert [len(own) for own in found] == [int(grid.prod()) // 4 for grid in grids]
+    grids = inputs["image_grid_thw"][:, 1:] if "image_grid_thw" in inputs else inputs["image_sizes"] // 4
+    assert [len(own) for own in found] == [int((grid // 2).prod()) for grid in grids]
+    assert (grids % 2).any() == (folder.name == "lighton_ocr"), "rows and columns of patches that become no token"
     assert expected.shape[1] == (3 if folder.name == "qwen3_vl" else 1)
     assert [own.untyped_storage().nbytes() for own in found] == [own.nbytes for own in found], "dropping one frees its memory"
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
@@ -231,6 +233,62 @@ def test_mistral3_without_tokenizer_json_is_refused(other: str | None, said: str
         load_vision(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "keys", "said"),
+    [
+        ("config.json", {"projector_hidden_act": "silu"}, "projector_hidden_act must be gelu"),
+        ("config.json", {"multimodal_projector_bias": True}, "multimodal_projector_bias false"),
+        ("config.json", {"vision_feature_layer": -2}, "vision_feature_layer=-2 is not supported"),
+        ("config.json", {"text_config": {"model_type": "qwen2"}}, "model_type=qwen2 with images is not supported; leave"),
+        ("config.json", {"image_token_id": 320}, "image_token_id=320 is outside the vocabulary of 320 tokens"),
+        ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size=1: config.json says 2"),
+        ("processor_config.json", {"patch_size": None}, "patch_size=None: config.json says 4"),
+        ("preprocessor_config.json", {"patch_size": 16}, "patch_size=16: config.json says 4 or 8"),
+    ],
+)
+def test_files_of_lighton_ocr_that_contradict_each_other_are_refused(file: str, keys: Any, said: str, tmp_path: Path) -> None:
+    make_image_model(tmp_path, "lighton_ocr")
+    (tmp_path / file).write_text(json.dumps({**json.loads((tmp_path / file).read_text()), **keys}))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_vision(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_published_files_of_lighton_ocr_are_told_by_their_class(tmp_path: Path) -> None:
+    """They call themselves mistral3. Without processor_config.json its sizes are 14 and 2, as in transformers."""
+    make_image_model(tmp_path, "lighton_ocr")
+    expected, text, path = load_vision(tmp_path), replace(load_spec(tmp_path), tie=True), tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"], "vision_feature_layer": -1}
+    config |= {"image_token_index": config.pop("image_token_id"), "projector_hidden_act": "gelu", "eos_token_id": 2}
+    del config["tie_word_embeddings"]
+    path.write_text(json.dumps(config))
+    assert load_vision(tmp_path) == expected
+    assert load_spec(tmp_path) == text
+    assert (text.family, load_spec(tmp_path).unread) == ("qwen3", ())
+    nested = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"patch_size": 8}
+    values = json.loads((tmp_path / "processor_config.json").read_text()) | {"image_processor": nested}
+    (tmp_path / "processor_config.json").write_text(json.dumps(values))
+    assert isinstance(expected.processor, LongestEdgeProcessor)
+    assert load_vision(tmp_path) == replace(expected, processor=replace(expected.processor, unit=8))
+    (tmp_path / "processor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"patch_size=14: config\.json says 4; correct"):
+        load_vision(tmp_path)
+
+
+def test_an_image_of_lighton_of_whole_tokens_is_encoded_as_transformers_does_it(tmp_path: Path) -> None:
+    make_image_model(tmp_path, "lighton_ocr")
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": {"height": 8, "width": 8}}))
+    spec, encoder = built(tmp_path)
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    inputs = inputs_of(tmp_path, [], images)
+    assert not (inputs["image_sizes"] % 8).any()
+    found = encoder.encode([pixels(spec, one) for one in images])
+    expected = torch.cat(encoded_by_transformers(tmp_path, inputs).pooler_output)
+    torch.testing.assert_close(torch.cat(found)[:, 0], expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rotation_of_a_vision_encoder_may_be_called_default(kind: str, tmp_path: Path) -> None:
     make_image_model(tmp_path, kind)
@@ -269,6 +327,7 @@ def test_a_folder_without_a_preprocessor_is_refused(folder: Path, tmp_path: Path
         ("qwen2_5_vl", {"act": "none"}), ("qwen2_5_vl", {"theta": 9_000.0}),
         ("qwen3_vl", {"deepstack": (0, 2)}), ("qwen3_vl", {"gelu": "none"}), ("mistral3", {"act": "silu"}),
         ("mistral3", {"theta": 60.0}), ("mistral3", {"projector_eps": 0.1}), ("mistral3", {"projector_act": "silu"}),
+        ("lighton_ocr", {"act": "none"}), ("lighton_ocr", {"projector_eps": 0.1}), ("lighton_ocr", {"projector_act": "silu"}),
     ],
 )  # fmt: skip
 def test_another_shape_of_the_same_weights_encodes_something_else(kind: str, wrong: Any, tmp_path: Path) -> None:

@@ -231,7 +231,8 @@ def prepared_images(spec: ModelSpec, max_len: int, workers: int = 1) -> Prepared
     """Makes the pixels of rows of at most max_len tokens; None without images. workers: of the run, which share the CPUs."""
     if spec.vision is None:
         return None
-    return PreparedImages(longest_row=(max_len, 3 * max_len * spec.vision.processor.multiple**2), num=num_processes(workers))
+    row_bytes = 3 * max_len * spec.vision.processor.most_token_pixels
+    return PreparedImages(longest_row=(max_len, row_bytes), num=num_processes(workers))
 
 
 def expanding_of(job: Job) -> Expanding | None:

@@ -114,6 +114,8 @@ class Wrapper:
     """Values of missing keys of text_config where they are not the family's."""
     may_be_flat: bool = False
     """Whether files may have the keys of the language model beside vision_config."""
+    defaults: Json = field(default_factory=dict)
+    """Values of missing keys at the top level that apply to the language model."""
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -130,7 +132,12 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
+    "lighton_ocr": Wrapper(
+        "LightOnOcrForConditionalGeneration", "qwen3", text_varies=True, defaults={"tie_word_embeddings": True}
+    ),
 }
+CLASSES: dict[str, str] = {"LightOnOCRForConditionalGeneration": "lighton_ocr"}
+"""Classes of published files whose model_type is another model's, here mistral3 -> their own."""
 ASSISTANTS: dict[str, Wrapper] = {
     "gemma4_assistant": Wrapper("Gemma4AssistantForCausalLM", "gemma4_text"),
     "gemma4_unified_assistant": Wrapper("Gemma4UnifiedAssistantForCausalLM", "gemma4_unified_text"),
@@ -152,6 +159,7 @@ def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
 
     Raises CheckpointError for another model_type or architecture.
     """
+    config = by_class(config)
     if config.text("model_type") in ASSISTANTS:
         raise config.refusal(
             f"{config.shown('model_type')} drafts for another model; give its folder as draft.path, with draft=mtp"
@@ -170,6 +178,12 @@ def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
         )
     _check_class(config, family.architecture)
     return family, config
+
+
+def by_class(config: ConfigReader) -> ConfigReader:
+    """The same with the model_type and the class that transformers gives to a class of CLASSES."""
+    kind = CLASSES.get((config.texts("architectures") or ("",))[0])
+    return config if kind is None else config.replaced(model_type=kind, architectures=[WRAPPERS[kind].architecture])
 
 
 def assistant_text(values: Json, where: str) -> Json:
@@ -201,7 +215,7 @@ def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
     for key in _OF_IMAGES:
         config.given(key)  # it counts as read, although nothing depends on it
     kind = text.text("model_type", wrapper.text) if wrapper.text_varies else wrapper.text
-    text = text.replaced(vision_config=None) if is_flat else text.under(config, _OF_THE_MODEL)
+    text = text.replaced(vision_config=None) if is_flat else text.under(config.filled(wrapper.defaults), _OF_THE_MODEL)
     if text.texts("architectures") == (wrapper.architecture,):  # transformers from 4.52 on writes the wrapper's own there too
         text = text.replaced(architectures=None)
     return text.replaced(model_type=kind).filled(wrapper.text_defaults)

@@ -6,5 +6,6 @@
   qwen3_vl.py  the vision encoder of Qwen3-VL and of Qwen3.5 to 3.8
   qwen2_5_vl.py  that of Qwen2.5-VL
   pixtral.py   that of Mistral Small 3.1 and 3.2 and of Ministral 3
+  lighton_ocr.py  that of LightOnOCR
   registry.py  which models have one
 """

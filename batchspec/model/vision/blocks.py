@@ -18,11 +18,23 @@ Grid = tuple[int, int]
 
 def merge_order(grid: Grid, merge: int, device: torch.device | None = None) -> Tensor:
     """int64 [2, rows * cols] row and column of each patch, in the order in which patches of one token are neighbours: those of a
-    square of merge * merge row by row, and the squares row by row. Made on the device: a copy would wait for all earlier work."""
-    rows, cols = (torch.arange(size, device=device).view(-1, merge) for size in grid)
+    square of merge * merge row by row, and the squares row by row. Last come those of rows and columns that fill no square.
+    Made on the device: a copy would wait for all earlier work."""
+    high, wide = (size - size % merge for size in grid)
+    rows, cols = (torch.arange(size, device=device).view(-1, merge) for size in (high, wide))
     shape = (len(rows), len(cols), merge, merge)
     row, col = rows[:, None, :, None].expand(shape), cols[None, :, None, :].expand(shape)
-    return torch.stack((row.reshape(-1), col.reshape(-1)))
+    found = torch.stack((row.reshape(-1), col.reshape(-1)))
+    if (high, wide) == grid:
+        return found
+    right = _rectangle((0, high), (wide, grid[1]), device)
+    return torch.cat((found, right, _rectangle((high, grid[0]), (0, grid[1]), device)), 1)
+
+
+def _rectangle(rows: tuple[int, int], cols: tuple[int, int], device: torch.device | None) -> Tensor:
+    """int64 [2, n] row and column of the patches of these ranges, row by row."""
+    row, col = (torch.arange(*ends, device=device) for ends in (rows, cols))
+    return torch.stack((row.repeat_interleave(len(col)), col.repeat(len(row))))
 
 
 def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:

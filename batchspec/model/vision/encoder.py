@@ -87,8 +87,8 @@ class PatchEncoder(ABC):
         values = torch.cat([self._cut(group, own) for group, own in zip(groups, coords, strict=True)]).to(self._patch.dtype)
         all_coords = torch.cat([own.repeat(1, len(group)) for group, own in zip(groups, coords, strict=True)], 1)
         patches = Patches(values, all_coords, grids, tuple(map(len, groups)))
-        ends = [place // processor.merge**2 for place in patches.cu_seqlens[1:-1]]
-        parts = self.rows_of(patches).tensor_split(ends)
+        sizes = [self.num_tokens(grid) for grid, count in zip(grids, patches.counts, strict=True) for _ in range(count)]
+        parts = self.rows_of(patches).split(sizes)
         return [part.clone() for part in parts] if len(parts) > 1 else list(parts)  # a view would keep all parts in memory
 
     def _cut(self, images: Sequence[NDArray[np.uint8]], coords: Tensor) -> Tensor:
@@ -106,9 +106,24 @@ class PatchEncoder(ABC):
         neighbours."""
         return merge_order(grid, self.spec.processor.merge, self._device)
 
+    def num_tokens(self, grid: Grid) -> int:
+        """Of an image; rows and columns of patches that fill no token are left out."""
+        return (grid[0] // self.spec.processor.merge) * (grid[1] // self.spec.processor.merge)
+
+    def of_tokens(self, x: Tensor, patches: Patches) -> Tensor:
+        """x [N, E] of the patches of a pass in the order of `merge_order` -> [tokens, merge**2 * E], without those left out."""
+        merged = self.spec.processor.merge**2
+        sizes = [rows * cols for rows, cols in patches.grids]
+        groups = x.split([size * count for size, count in zip(sizes, patches.counts, strict=True)])
+        kept = [
+            own.view(count, size, -1)[:, : self.num_tokens(grid) * merged].flatten(0, 1)
+            for own, grid, size, count in zip(groups, patches.grids, sizes, patches.counts, strict=True)
+        ]
+        return torch.cat(kept).view(-1, merged * x.shape[1]) if sum(map(len, kept)) < len(x) else x.view(-1, merged * x.shape[1])
+
     @abstractmethod
     def rows_of(self, patches: Patches) -> Tensor:
-        """[N / merge**2, 1 + D, H] the rows of a pass (`ImageInputs.rows`), of each image row by row."""
+        """[tokens, 1 + D, H] the rows of a pass (`ImageInputs.rows`), of each image row by row."""
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))

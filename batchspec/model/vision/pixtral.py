@@ -1,4 +1,5 @@
-"""The vision encoder of Mistral Small 3.1 and 3.2 and of Ministral 3, called Pixtral, and the projector after it.
+"""The vision encoder of Mistral Small 3.1 and 3.2 and of Ministral 3, called Pixtral, and the projector after it; LightOnOCR has
+both too.
 
     patch      rgb [3 * P * P], normalised, -> x = rms(W p)
     layer      x += o(attend(rotate(q, k, v of rms(x))));  x += down(act(gate(y)) * up(y)),  y = rms(x)
@@ -10,7 +11,7 @@ E hidden, H of the text model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.checkpoint.config_values import has_file, no_tokenizer, read_json, shown
+from batchspec.checkpoint.config_values import ConfigReader, Json, has_file, no_tokenizer, read_json, shown
 from batchspec.errors import CheckpointError
 from batchspec.images.pixtral_processor import read_pixtral_processor
 from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
@@ -32,14 +33,14 @@ from batchspec.model.vision.spec import VisionFiles, VisionSpec, check_token, ch
 EPS = 1e-5
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 _MERGE = f"{PROJECTOR}patch_merger.merging_layer.weight"
-_SHAPE = {
+SHAPE = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_channels": 3,
     "patch_size": 16, "hidden_act": "gelu",
 }
 """vision_config without a key: transformers' defaults."""
-_WITHOUT = {**_SHAPE, "patch_size": 14}
+_WITHOUT = {**SHAPE, "patch_size": 14}
 """Without vision_config: those of Mistral Small 3.1."""
-_INTEGERS = {
+INTEGERS = {
     "num_hidden_layers": (1, 1024), "num_attention_heads": (1, 2**12), "num_channels": (3, 3), "patch_size": (1, 256),
     "spatial_merge_size": (1, 16), "image_token_index": (0, 2**31 - 1), "image_token_id": (0, 2**31 - 1), "head_dim": (4, 2**12),
 }
@@ -95,26 +96,15 @@ class PixtralSpec(VisionSpec):
 def read_pixtral(files: VisionFiles) -> VisionSpec:
     """The vision encoder that config.json, preprocessor_config.json and processor_config.json describe, and the ids of its tokens
     in tokenizer.json. Raises CheckpointError for a missing or unknown key, and for what is not supported."""
-    config = files.config.ranged(_INTEGERS)
+    config = files.config.ranged(INTEGERS)
     found = "vision_config" in config.objects()
-    own = config.part("vision_config").ranged(_INTEGERS).filled(_SHAPE if found else _WITHOUT)
-    if own.text("model_type", "pixtral") != "pixtral":
-        raise own.refusal(f"{own.shown('model_type')} is not supported; supported is pixtral")
-    known = {*_SHAPE, *_UNREAD, "head_dim", "rope_parameters", "rope_theta"}
-    theta = checked_theta(own, known, ACTIVATIONS, heads="num_attention_heads")
+    own = config.part("vision_config").ranged(INTEGERS).filled(SHAPE if found else _WITHOUT)
+    fields, patch = read_tower(config, own), own.integer("patch_size")
     projector_act = config.text("projector_hidden_act", "gelu")
     if projector_act not in ACTIVATIONS:
         raise config.refusal(f"projector_hidden_act={projector_act} is not supported; supported are {', '.join(ACTIVATIONS)}")
-    size, heads, patch = own.integer("hidden_size"), own.integer("num_attention_heads"), own.integer("patch_size")
-    if (head_dim := own.integer("head_dim", size // heads)) != size // heads:
-        raise own.refusal(f"head_dim={head_dim} is not hidden_size={size} / num_attention_heads={heads}; correct one of them")
-    if config.differs("vision_feature_layer", None, -1):
-        raise config.refusal(f"{config.shown('vision_feature_layer')} is not supported; supported is -1, the last layer")
     text, merge = config.part("text_config"), config.integer("spatial_merge_size", 2)
-    if (kind := text.text("model_type", "mistral")) not in _LANGUAGE_MODELS:
-        advice = "leave the images out (input.columns.images=null, model.vision=false)"
-        raise text.refusal(f"text_config.model_type={kind} with images is not supported; {advice}")
-    usual_eps = 1e-5 if kind == "ministral3" else 1e-6
+    usual_eps = 1e-5 if check_language_model(text, "mistral", _LANGUAGE_MODELS) == "ministral3" else 1e-6
     processor = read_pixtral_processor(
         files.preprocessor, files.preprocessor_where, patch=patch, merge=merge, **_token_ids(files, patch, merge)
     )
@@ -123,22 +113,42 @@ def read_pixtral(files: VisionFiles) -> VisionSpec:
         raise config.refusal(f"image_token_index={expected} is not the image_token of the tokenizer, {processor.placeholder}")
     check_token(text, image_token=processor.placeholder, image_break_token=processor.row_end, image_end_token=processor.image_end)
     return PixtralSpec(
-        processor=processor, axes=(), depth=own.integer("num_hidden_layers"), size=size, heads=heads,
-        inner=own.integer("intermediate_size"), hidden_size=text.integer("hidden_size"), act=ACTIVATIONS[own.text("hidden_act")],
-        projector_act=ACTIVATIONS[projector_act], projector_eps=text.number("rms_norm_eps", usual_eps),
-        projector_bias=config.flag("multimodal_projector_bias"), theta=theta,
+        **fields, processor=processor, hidden_size=text.integer("hidden_size"), projector_act=ACTIVATIONS[projector_act],
+        projector_eps=text.number("rms_norm_eps", usual_eps), projector_bias=config.flag("multimodal_projector_bias"),
     )
+
+
+def read_tower(config: ConfigReader, own: ConfigReader) -> dict[str, Any]:
+    """The fields of a spec that describe the ViT. config: config.json; own: its vision_config. Raises CheckpointError."""
+    if own.text("model_type", "pixtral") != "pixtral":
+        raise own.refusal(f"{own.shown('model_type')} is not supported; supported is pixtral")
+    known = {*SHAPE, *_UNREAD, "head_dim", "rope_parameters", "rope_theta"}
+    theta = checked_theta(own, known, ACTIVATIONS, heads="num_attention_heads")
+    size, heads = own.integer("hidden_size"), own.integer("num_attention_heads")
+    if (head_dim := own.integer("head_dim", size // heads)) != size // heads:
+        raise own.refusal(f"head_dim={head_dim} is not hidden_size={size} / num_attention_heads={heads}; correct one of them")
+    if config.differs("vision_feature_layer", None, -1):
+        raise config.refusal(f"{config.shown('vision_feature_layer')} is not supported; supported is -1, the last layer")
+    return {
+        "axes": (), "depth": own.integer("num_hidden_layers"), "size": size, "heads": heads, "theta": theta,
+        "inner": own.integer("intermediate_size"), "act": ACTIVATIONS[own.text("hidden_act")],
+    }
+
+
+def check_language_model(text: ConfigReader, usual: str, supported: Collection[str]) -> str:
+    """model_type of text_config. Raises CheckpointError for one that is not tested with images."""
+    if (kind := text.text("model_type", usual)) not in supported:
+        advice = "leave the images out (input.columns.images=null, model.vision=false)"
+        raise text.refusal(f"text_config.model_type={kind} with images is not supported; {advice}")
+    return kind
 
 
 def _token_ids(files: VisionFiles, patch: int, merge: int) -> dict[str, Any]:
     """The ids of the tokens that an image is made of. Raises CheckpointError; also for a processor of other sizes."""
-    path, where = files.folder / "processor_config.json", shown(files.folder / "tokenizer.json")
+    where = shown(files.folder / "tokenizer.json")
     if not has_file(files.folder / "tokenizer.json"):
         raise no_tokenizer(files.folder)
-    processor = read_json(path)
-    for key, value in (("patch_size", patch), ("spatial_merge_size", merge)):
-        if processor.get(key, value) != value:
-            raise CheckpointError(f"{shown(path)}: {key}={processor[key]}: config.json says {value}; correct one of them")
+    processor = processor_config(files, {"patch_size": patch, "spatial_merge_size": merge})
     stored = read_json(files.folder / "tokenizer.json").get("added_tokens", [])
     ids = {token.get("content"): token.get("id") for token in stored if isinstance(token, dict)}
     texts = {key: processor.get(key, usual) for key, usual in _TEXTS.items()}
@@ -146,6 +156,17 @@ def _token_ids(files: VisionFiles, patch: int, merge: int) -> dict[str, Any]:
         raise CheckpointError(f"{where}: no added token {missing[0]}, of which images are made; add the model's own")
     names = zip(("placeholder", "row_end", "image_end"), texts.values(), strict=True)
     return {name: ids[text] for name, text in names}
+
+
+def processor_config(files: VisionFiles, sizes: Json, usual: Json | None = None) -> Json:
+    """processor_config.json. sizes: what config.json says of some of its keys; usual: values of missing ones, if not these.
+    Raises CheckpointError for other sizes."""
+    path = files.folder / "processor_config.json"
+    found = read_json(path)
+    for key, value in sizes.items():
+        if (given := found.get(key, (usual or sizes)[key])) != value:
+            raise CheckpointError(f"{shown(path)}: {key}={given}: config.json says {value}; correct one of them")
+    return found
 
 
 class PixtralEncoder(PatchEncoder):
@@ -165,7 +186,7 @@ class PixtralEncoder(PatchEncoder):
         attend = AttentionWithin(patches.cu_seqlens, x.dtype, self._device)
         for layer in range(spec.depth):
             x = self._layer(f"{TOWER}transformer.layers.{layer}.", x, angles, attend)
-        merged = self._rms(f"{PROJECTOR}norm", x, spec.projector_eps).view(-1, spec.size * spec.processor.merge**2)
+        merged = self.of_tokens(self._rms(f"{PROJECTOR}norm", x, spec.projector_eps), patches)
         y = self._linear(f"{PROJECTOR}linear_1", F.linear(merged, self._weights[_MERGE]))
         return self._linear(f"{PROJECTOR}linear_2", activate(spec.projector_act, y)).unsqueeze(1)
 
