@@ -3,6 +3,7 @@
   header.py     size and format of an encoded image, without decoding it
   processor.py  preprocessor_config.json: the size to which an image is resized, its tokens, its digest
   pixtral_processor.py  the same of Pixtral's kind, whose images have a limit on the longer side
+  glm_processor.py  the same of GLM-OCR's kind, whose limits count the pixels of several frames
   decode.py     an encoded image as RGB of that size
   prepared_images.py  pixels of rows that will enter their slots soon; decode_process.py: the processes that make them;
                 shared_blocks.py: the memory that they share

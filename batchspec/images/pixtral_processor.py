@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from batchspec.checkpoint.config_values import Json
 from batchspec.images.header import BadImage
-from batchspec.images.processor import Fit, ImageProcessor, check_usual, colours_of, refusal
+from batchspec.images.processor import Fit, ImageProcessor, check_known, check_usual, colours_of, refusal
 
 _TYPES = ("PixtralImageProcessor", "PixtralImageProcessorFast", "PixtralImageProcessorPil", None)
 
@@ -104,9 +104,7 @@ def read_longest_edge_processor(
     if type(longest) is not int or not 1 <= longest <= 2**16:
         raise refusal(where, "size", size, "must be an object of longest_edge, a number of pixels; correct it")
     mean, std = colours_of(where, rest)
-    if rest:
-        key, value = next(iter(rest.items()))
-        raise refusal(where, key, value, "unknown key, which may change pixels; remove it if it does not")
+    check_known(where, rest)
     unit, token = units[side], patch * merge
     if longest <= token - unit:
         raise refusal(where, "size", size, f"leaves no image the {token} pixels of a token; correct it")

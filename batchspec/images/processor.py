@@ -135,15 +135,10 @@ def read_processor(values: Json, where: str, *, patch: int, merge: int, frames: 
     Raises CheckpointError for an unknown key, a value that would change the pixels, and what does not fit config.json.
     """
     rest = check_usual(values, where, _TYPES)
-    for key, own in {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}.items():
-        usual_size = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}[key]
-        if (given := rest.pop(key, usual_size)) != own:
-            raise refusal(where, key, given, f"config.json says {own}; correct one of them")
+    check_sizes(where, rest, patch, merge, frames)
     low, high = _pixels(where, rest)
     mean, std = colours_of(where, rest)
-    if rest:
-        key, value = next(iter(rest.items()))
-        raise refusal(where, key, value, "unknown key, which may change pixels; remove it if it does not")
+    check_known(where, rest)
     return ImageProcessor(
         patch=patch, merge=merge, frames=frames, min_pixels=low, max_pixels=high, mean=mean, std=std, placeholder=placeholder
     )
@@ -161,6 +156,20 @@ def check_usual(values: Json, where: str, types: Sequence[str | None], **more: t
         if not same:
             raise refusal(where, key, given, f"only {as_json(supported[0])} is supported")
     return rest
+
+
+def check_sizes(where: str, rest: dict[str, Any], patch: int, merge: int, frames: int) -> None:
+    """Take the sizes that config.json says too from `rest`. Raises CheckpointError for others."""
+    usual = {"patch_size": (14, patch), "merge_size": (2, merge), "temporal_patch_size": (2, frames)}
+    for key, (without, own) in usual.items():
+        if (given := rest.pop(key, without)) != own:
+            raise refusal(where, key, given, f"config.json says {own}; correct one of them")
+
+
+def check_known(where: str, rest: dict[str, Any]) -> None:
+    """Raises CheckpointError for a key that no reader took from `rest`."""
+    for key, value in rest.items():
+        raise refusal(where, key, value, "unknown key, which may change pixels; remove it if it does not")
 
 
 def colours_of(where: str, rest: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:

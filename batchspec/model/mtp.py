@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from batchspec.checkpoint.wrapped import plain_name
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.layers.base import (
     PLAIN_NORM,
@@ -75,7 +76,7 @@ class MtpSpec(CheckpointPart):
     join: JoinSpec
     layer: LayerSpec
     prefix: str = "mtp."
-    """What the names of all of its tensors in the file begin with."""
+    """What the plain names of all of its tensors in the file begin with."""
     layer_prefix: str = "mtp.layers.0."
     copies_of_model: tuple[str, ...] = ()
     """Modules under `prefix` that are copies of the model's embedding and output matrix. They are not read."""
@@ -102,10 +103,11 @@ class MtpSpec(CheckpointPart):
 
     def own(self, where: str, items: Mapping[str, Item]) -> dict[str, Item]:
         copies = tuple(f"{self.prefix}{module}." for module in self.copies_of_model)
-        return {name: item for name, item in items.items() if self.has(name) and not name.startswith(copies)}
+        plain = {plain_name(name): item for name, item in items.items()}
+        return {name: item for name, item in plain.items() if self.has(name) and not name.startswith(copies)}
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of this name in a file belongs to the layer, or to `copies_of_model`."""
+        """Whether a tensor of this plain name belongs to the layer, or to `copies_of_model`."""
         return name.startswith(self.prefix)
 
     def sharded(self, shard: Shard) -> MtpSpec:

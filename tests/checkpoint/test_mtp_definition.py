@@ -78,6 +78,7 @@ def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.glm4_moe import modeling_glm4_moe as glm
     from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as lite
+    from transformers.models.glm_ocr import modeling_glm_ocr as ocr
     from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as moe
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -95,6 +96,7 @@ def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
         ),
         "glm4_moe": (glm.Glm4MoeDecoderLayer, glm.Glm4MoeRMSNorm, glm.Glm4MoeRotaryEmbedding),
         "glm4_moe_lite": (lite.Glm4MoeLiteDecoderLayer, lite.Glm4MoeLiteRMSNorm, lite.Glm4MoeLiteRotaryEmbedding),
+        "glm_ocr_text": (ocr.GlmOcrTextDecoderLayer, ocr.GlmOcrRMSNorm, ocr.GlmOcrTextRotaryEmbedding),
         "deepseek_v3": (deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RMSNorm, deepseek.DeepseekV3RotaryEmbedding),
     }[config.model_type]
     layer, rope = MtpLayer(config, kind, norm, 0).double().eval(), rotary(config)
@@ -139,7 +141,9 @@ def test_the_layer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(tokens, hidden, 1), theirs(tokens, hidden), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts, fused", "next", "wrapped", "glm", "glm, latents", "deepseek", "nemotron"])
+@pytest.mark.parametrize(
+    "name", ["dense", "experts, fused", "next", "wrapped", "glm", "glm, latents", "glm-ocr, wrapped", "deepseek", "nemotron"]
+)
 def test_drafts_are_those_of_a_chain_of_transformers(name: str, tmp_path: Path) -> None:
     """The model's last hidden state, the layer, the output matrix; then the layer's own output in place of the hidden state."""
     mtp = read_mtp(make_mtp_model(tmp_path, name))

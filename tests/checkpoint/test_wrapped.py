@@ -32,6 +32,8 @@ CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 18, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "mistral3": {"head_dim": 12, "sliding_window": None, "num_key_value_heads": 1},
+    "lighton_ocr": {"head_dim": 12, "num_key_value_heads": 1},
+    "glm_ocr": {"head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 5, 2]}},
     "qwen3_5": {
         "head_dim": 24, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
         "linear_value_head_dim": 14, "full_attention_interval": 2,

@@ -35,7 +35,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},
     **{family: OWN_OF_FAMILIES[family] for family in (*GEMMA4, *RECURRENT_FAMILIES)},
     "mistral": {"sliding_window": 9}, "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
-    "glm4": {"partial_rotary_factor": 0.5},
+    "glm4": {"partial_rotary_factor": 0.5}, "glm_ocr_text": {"head_dim": 64},
     "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
     "granitemoehybrid": needed("granitemoehybrid", 3), "lfm2_moe": needed("lfm2_moe", 3),
     "nemotron_h": needed("nemotron_h", 3), "bamba": needed("bamba", 3),

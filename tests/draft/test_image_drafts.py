@@ -73,6 +73,7 @@ DOUBLE = torch.float64
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_image_model(folder / "qwen3_5", "qwen3_5", seed=3, dtype=DOUBLE, mtp=True)
+    make_image_model(folder / "glm_ocr", "glm_ocr", seed=3, dtype=DOUBLE, mtp=True)
     make_image_model(folder / "qwen3_vl", "qwen3_vl", seed=3, dtype=DOUBLE)
     return folder
 
@@ -156,9 +157,9 @@ class ImageMtp(mtp_definition.Mtp):
     def _rotated(self, x: Tensor) -> Tensor:
         assert self.positions is not None
         rope = self.config["rope_parameters"]
-        size = int(self.config["head_dim"] * rope["partial_rotary_factor"])
+        size = int(self.config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
         frequency = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-        return rotated(x, self.positions, frequency, self.axes)
+        return rotated(self.halves(x), self.positions, frequency, self.axes)
 
 
 class Reference:
@@ -250,11 +251,12 @@ def drafted(
 
 @pytest.mark.second
 @pytest.mark.parametrize("chunk", [23, 64])
-def test_an_mtp_layer_drafts_by_its_definition(chunk: int, models: Path) -> None:
-    target = image_target(models / "qwen3_5", DOUBLE)
-    drafter = mtp_drafter(models / "qwen3_5", target, 3)
+@pytest.mark.parametrize("kind", ["qwen3_5", "glm_ocr"])
+def test_an_mtp_layer_drafts_by_its_definition(kind: str, chunk: int, models: Path) -> None:
+    target = image_target(models / kind, DOUBLE)
+    drafter = mtp_drafter(models / kind, target, 3)
     reference = Reference(target, rows_of(target, 14))
-    check(drafted(target, drafter, chunk), lambda prefix, count: reference.mtp(models / "qwen3_5", prefix, count))
+    check(drafted(target, drafter, chunk), lambda prefix, count: reference.mtp(models / kind, prefix, count))
 
 
 @pytest.mark.second
@@ -347,14 +349,15 @@ def pard_of(folder: Path, target: Target) -> PardModel:
 
 @pytest.mark.second
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)])
-@pytest.mark.parametrize("name", ["mtp", "eagle3", "hybrid", "parallel", "tree", "block", "pard"])
+@pytest.mark.parametrize("name", ["mtp", "mtp of GLM-OCR", "eagle3", "hybrid", "parallel", "tree", "block", "pard"])
 def test_tokens_are_those_without_drafts(
     name: str, sampling: SamplingParams, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64, 64 tokens a row, or 24 that are sampled. Rows enter in a known order, so with few pages some are always
     preempted."""
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
-    target = image_target(models / ("qwen3_5" if name == "mtp" else "qwen3_vl"), DOUBLE)
+    kind = {"mtp": "qwen3_5", "mtp of GLM-OCR": "glm_ocr"}.get(name, "qwen3_vl")
+    target = image_target(models / kind, DOUBLE)
     requests = rows_of(target, 24 if sampling.temperature else 64, sampling=sampling, predicted=2)
     expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
     for pages in (400, 48 if sampling.temperature else 50):
@@ -368,8 +371,8 @@ def test_tokens_are_those_without_drafts(
 
 
 def drafter_named(name: str, models: Path, target: Target, folder: Path) -> Any:
-    if name == "mtp":
-        return mtp_drafter(models / "qwen3_5", target, 3)
+    if name.startswith("mtp"):
+        return mtp_drafter(models / ("qwen3_5" if name == "mtp" else "glm_ocr"), target, 3)
     if name == "pard":
         folder = test_pard.write(folder, vocab=target.spec.vocab_size)
         return PardDrafter(pard_of(folder, target), target.spec, 3, slots=3, parallel=True)

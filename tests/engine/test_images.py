@@ -42,7 +42,7 @@ from tests.helpers.image_models import (
 )
 from tests.images.test_prepared_images import killing, slow_piece
 
-KINDS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr")
+KINDS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr")
 MOE = "qwen3_5_moe"
 A, B, C = picture(30, 50, 1), picture(60, 20, 2), picture(50, 70, 3)
 ROWS: tuple[tuple[int | bytes, ...], ...] = (

@@ -20,8 +20,8 @@ from tests.engine.test_images import BATCH, ROWS, tokens
 from tests.helpers.image_models import image_engine, image_request, image_target, make_image_model, picture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr")
-SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (8, 120))
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr")
+SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (15, 120))
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -25,7 +25,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.records import ImagePiece, Request
 from tests.helpers.engines import request
 from tests.helpers.models import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tokenizer, make_wrapped
-from tests.helpers.mtp_checkpoints import SAYS_MTP, mtp_tensors, stored, text_config, write_model
+from tests.helpers.mtp_checkpoints import SAYS_MTP, mtp_tensors, published, stored, text_config, write_model
 
 if TYPE_CHECKING:
     from batchspec.engine.loop.engine import Engine
@@ -48,6 +48,7 @@ GRID = {"num_position_embeddings": 25}
 VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": GRID, "qwen3_5_moe": GRID, "qwen3_vl": {**GRID, "deepstack_visual_indexes": [2, 0]},
     "qwen2_5_vl": {"window_size": 25, "fullatt_block_indexes": [1]},
+    "glm_ocr": {"rms_norm_eps": 1e-2},
     "mistral3": {"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 12, "rope_parameters": {"rope_theta": 50.0}},
     "lighton_ocr": {
         "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 12, "hidden_act": "silu",
@@ -55,11 +56,18 @@ VISION: dict[str, dict[str, Any]] = {
     },
 }
 OF_PIXTRAL = ("mistral3", "lighton_ocr")
+GLM: dict[str, Any] = {
+    **PREPROCESSOR, "image_processor_type": "Glm46VImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 8192},
+}
 PIXTRAL: dict[str, Any] = {
     "image_processor_type": "PixtralImageProcessorFast", "patch_size": 4, "size": {"longest_edge": 61},
     "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.3, 0.5],
 }
 SHAPES: dict[str, dict[str, Any]] = {
+    "glm_ocr": {
+        "hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 4, 6]},
+    },
     "lighton_ocr": {"hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3, "rope_theta": 1e4, "rms_norm_eps": 1e-3},
     "mistral3": {
         "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 24, "sliding_window": None, "model_type": "ministral3",
@@ -103,7 +111,8 @@ def make_image_model(
         "hidden_size": 24, "intermediate_size": 40, "initializer_range": 0.2, "patch_size": 4, **VISION[kind],
         **({} if kind in OF_PIXTRAL else {"depth": 3, "num_heads": 2, "out_hidden_size": 64}),
     }
-    text = {**SHAPES[kind], "max_position_embeddings": max_len, **(SAYS_MTP if mtp else {})}
+    says_mtp = {"num_nextn_predict_layers": 1} if kind == "glm_ocr" else SAYS_MTP
+    text = {**SHAPES[kind], "max_position_embeddings": max_len, **(says_mtp if mtp else {})}
     ids: dict[str, Any] = {"image_token_id": PAD, "video_token_id": 303, "vision_start_token_id": 300, "vision_end_token_id": 302}
     if kind in OF_PIXTRAL:
         ids = {"image_token_index": PAD, "multimodal_projector_bias": True}
@@ -114,9 +123,11 @@ def make_image_model(
         (folder / "processor_config.json").write_text(json.dumps({"patch_size": 4, "spatial_merge_size": 2, **names}))
     make_wrapped(folder, kind, text, vision=vision, vocab=VOCAB, seed=seed, dtype=dtype, **ids)
     if mtp:
-        layer = {name: own.to(dtype) for name, own in mtp_tensors(text_config(folder), seed=seed + 1).items()}
+        found = published(mtp_tensors(text_config(folder), seed=seed + 1), text_config(folder))
+        layer = {name: own.to(dtype) for name, own in found.items()}
         write_model(folder, dict(stored(folder)), layer)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PIXTRAL if kind in OF_PIXTRAL else PREPROCESSOR))
+    processor = PIXTRAL if kind in OF_PIXTRAL else GLM if kind == "glm_ocr" else PREPROCESSOR
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return add_marks(folder)
 
 
@@ -225,7 +236,7 @@ def image_engine(
 def inputs_of(folder: Path, ids: Sequence[int], images: Sequence[bytes]) -> dict[str, torch.Tensor]:
     """What transformers' model reads for a prompt, whose placeholders are expanded, and its encoded images."""
     from PIL import Image
-    from transformers import PixtralImageProcessorPil, Qwen2VLImageProcessorPil
+    from transformers import Glm46VImageProcessorPil, PixtralImageProcessorPil, Qwen2VLImageProcessorPil
 
     row, opened = torch.tensor([list(ids)]), [Image.open(io.BytesIO(one)) for one in images]
     if (kind := json.loads((folder / "config.json").read_text())["model_type"]) in OF_PIXTRAL:
@@ -235,8 +246,8 @@ def inputs_of(folder: Path, ids: Sequence[int], images: Sequence[bytes]) -> dict
         return {"input_ids": row, **(pixtral(opened, **more, return_tensors="pt") if images else {})}
     found = {"input_ids": row, "mm_token_type_ids": (row == PAD).int()}
     if images:
-        processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        found |= processor(opened, return_tensors="pt")
+        kinds: Any = Glm46VImageProcessorPil if kind == "glm_ocr" else Qwen2VLImageProcessorPil
+        found |= kinds.from_pretrained(folder)(opened, return_tensors="pt")
     return found
 
 

@@ -36,10 +36,21 @@ _TEXT = [
 
 
 def causal_models() -> Any:
-    """AutoModelForCausalLM; it does not know Mistral4ForCausalLM."""
-    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+    """AutoModelForCausalLM; it does not know Mistral4ForCausalLM and those of GLM-OCR."""
+    from transformers import (
+        AutoModelForCausalLM,
+        GlmOcrConfig,
+        GlmOcrForConditionalGeneration,
+        GlmOcrTextConfig,
+        Mistral4Config,
+        Mistral4ForCausalLM,
+    )
+
+    from tests.helpers.glm_ocr_text import GlmOcrForCausalLM
 
     auto: Any = AutoModelForCausalLM
+    auto.register(GlmOcrConfig, GlmOcrForConditionalGeneration, exist_ok=True)
+    auto.register(GlmOcrTextConfig, GlmOcrForCausalLM, exist_ok=True)
     auto.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     return auto
 
@@ -86,6 +97,9 @@ def _vary(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
         elif name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm1.weight", "norm2.weight")) and type(model).__name__.startswith("GlmOcr"):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             torch.nn.init.normal_(buffer, std=0.2)
@@ -98,6 +112,8 @@ def needed(family: str, num_layers: int) -> dict[str, Any]:
     with experts names no kinds of layers), or is that of a model with large tables (Gemma 4's) or matrices (Nemotron's)."""
     if family in ("deepseek_v3", "glm4_moe_lite", "mistral4"):
         return {"num_key_value_heads": 4}
+    if family == "glm_ocr_text":
+        return {"head_dim": 64}
     if family.startswith("gemma4"):
         return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
     if family == "lfm2_moe":
@@ -183,6 +199,7 @@ _VISION: dict[str, Any] = {
     },
     "gemma4_unified_vision": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 8},
     "qwen2_5_vl_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4, "window_size": 16},
+    "glm_ocr_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4},
     "qwen3_vl_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_moe_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
@@ -192,7 +209,7 @@ _WRAPPED = {
     "gemma4": ("gemma4_text", "gemma4_vision"), "gemma4_unified": ("gemma4_unified_text", "gemma4_unified_vision"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision"), "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"), "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
-    "lighton_ocr": ("qwen3", "pixtral"),
+    "lighton_ocr": ("qwen3", "pixtral"), "glm_ocr": ("glm_ocr_text", "glm_ocr_vision"),
 }
 
 

@@ -229,6 +229,13 @@ LAYOUTS: dict[str, Layout] = {
         **_NEMOTRON, config={"moe_latent_size": 28, "n_group": 3, "topk_group": 2}, store_mtp=bf16, files=2,
         added={"mtp_layers_block_type": ["attention", "moe"]},
     ),
+    "glm-ocr, wrapped": Layout(
+        family="glm_ocr_text", wrapper="glm_ocr", shape=ATTENDS,
+        config={
+            "num_nextn_predict_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]},
+        },
+    ),
 }
 """Names of checkpoints, as tests call them."""
 
@@ -282,12 +289,15 @@ def stored_mtp(folder: Path) -> Tensors:
 
 def mtp_prefix(config: dict[str, Any]) -> str:
     """What the names of the layer's tensors begin with in files of this language model."""
-    return f"model.layers.{config['num_hidden_layers']}." if NAMES.get(config["model_type"]) == GLM_NAMES else "mtp."
+    if NAMES.get(config["model_type"]) != GLM_NAMES:
+        return "mtp."
+    model = "model.language_model" if config["model_type"] == "glm_ocr_text" else "model"
+    return f"{model}.layers.{config['num_hidden_layers']}."
 
 
 def copies_of(tensors: Tensors, prefix: str) -> Tensors:
     """The embedding and the output matrix as GLM's files hold them once more, beside the MTP layer."""
-    names = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    names = {"embed_tokens": f"{prefix.partition('layers.')[0]}embed_tokens.weight", "shared_head.head": "lm_head.weight"}
     return {f"{prefix}{copy}.weight": tensors[name].clone() for copy, name in names.items()}
 
 
@@ -305,7 +315,8 @@ NEMOTRON_NAMES = {
 }
 """The same of Nemotron."""
 NAMES = {
-    "glm4_moe": GLM_NAMES, "glm4_moe_lite": GLM_NAMES, "deepseek_v3": GLM_NAMES, "nemotron_h": NEMOTRON_NAMES,
+    "glm4_moe": GLM_NAMES, "glm4_moe_lite": GLM_NAMES, "glm_ocr_text": GLM_NAMES, "deepseek_v3": GLM_NAMES,
+    "nemotron_h": NEMOTRON_NAMES,
 }
 """Of the families whose names are not Qwen's; their norms multiply by their weight, Qwen's by 1 + weight."""
 
@@ -336,6 +347,7 @@ def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
     hidden, dim = config["hidden_size"], config.get("head_dim", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layer, found, is_qwen = "mtp.layers.0.", Tensors(), config["model_type"] not in NAMES
+    is_ocr = config["model_type"] == "glm_ocr_text"
     is_nemotron, norms_heads = config["model_type"] == "nemotron_h", is_qwen or config.get("use_qk_norm", False)
 
     def linear(name: str, rows: int, k: int, *, bias: bool = False) -> None:
@@ -347,14 +359,17 @@ def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
         found[f"{name}.weight"] = torch.randn(size, generator=rng) * 0.3
 
     def mlp(name: str, inner: int, size: int = hidden) -> None:
-        for part in ("up",) if is_nemotron else ("gate", "up"):
+        for part in ("up",) if is_nemotron else ("gate", "up") if not is_ocr else ():
             linear(f"{name}.{part}_proj", inner, size)
+        if is_ocr:
+            linear(f"{name}.gate_up_proj", 2 * inner, size)
         linear(f"{name}.down_proj", size, inner)
 
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         norm(f"mtp.{name}", hidden)
     linear("mtp.fc", hidden, 2 * hidden)
-    for name in ("input_layernorm", "post_attention_layernorm"):
+    after = ("post_self_attn_layernorm", "post_mlp_layernorm") if is_ocr else ()
+    for name in ("input_layernorm", "post_attention_layernorm", *after):
         norm(layer + name, hidden)
     bias = config.get("attention_bias", False)
     if "kv_lora_rank" in config:

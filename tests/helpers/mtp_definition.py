@@ -8,8 +8,9 @@
 It reads none of batchspec's code for the layer: tensors by the names of a file, plain torch. RMS norms multiply by 1 + weight,
 and those of a GLM or Nemotron are read as the difference of their weights to 1, under the names of Qwen's.
 Source: Qwen3-Next, Qwen3.5, GLM and DeepSeek-V3 as in transformers (`modeling_layers.MtpLayer`, models/qwen3_next,
-models/qwen3_5, models/glm4_moe, models/glm4_moe_lite, models/deepseek_v3) and in vLLM (model_executor/models/qwen3_next_mtp.py);
-Nemotron as in vLLM (nemotron_h_mtp.py), of the blocks of transformers, models/nemotron_h.
+models/qwen3_5, models/glm4_moe, models/glm4_moe_lite, models/glm_ocr, models/deepseek_v3) and in vLLM
+(model_executor/models/qwen3_next_mtp.py); Nemotron as in vLLM (nemotron_h_mtp.py), of the blocks of transformers,
+models/nemotron_h.
 """
 
 from __future__ import annotations
@@ -68,10 +69,15 @@ class Mtp:
         embedded = self.norm("pre_fc_norm_embedding", F.embedding(tokens, self.embedding))
         x = self.linear("fc", torch.cat((embedded, self.norm("pre_fc_norm_hidden", hidden)), -1))
         attention = self._latent_attention if "kv_lora_rank" in self.config else self._attention
-        x = x + attention(self.norm(f"{LAYER}input_layernorm", x))
+        x = x + self._after("self_attn", attention(self.norm(f"{LAYER}input_layernorm", x)))
         normed = self.norm(f"{LAYER}post_attention_layernorm", x)
-        x = x + (self._experts(normed) if f"{LAYER}mlp.gate.weight" in self.tensors else self._mlp(f"{LAYER}mlp", normed))
-        return self.norm("norm", x)
+        found = self._experts(normed) if f"{LAYER}mlp.gate.weight" in self.tensors else self._mlp(f"{LAYER}mlp", normed)
+        return self.norm("norm", x + self._after("mlp", found))
+
+    def _after(self, block: str, x: Tensor) -> Tensor:
+        """The norm of the output of a block, of a layer that has one."""
+        name = f"{LAYER}post_{block}_layernorm"
+        return self.norm(name, x) if f"{name}.weight" in self.tensors else x
 
     def logits(self, normed: Tensor) -> Tensor:
         """[V] of the token after next, from what `norm` gave for a position, [H]; -inf for those that it may not draft."""
@@ -133,15 +139,22 @@ class Mtp:
         """x [..., n, heads, D] at positions 0, 1, ...; only the first R numbers of each head are rotated, by angles in fp32."""
         if self.config["model_type"] == "nemotron_h":
             return x
-        rope = self.config["rope_parameters"]
-        size = int(self.config["head_dim"] * rope["partial_rotary_factor"])
+        x, rope = self.halves(x), self.config["rope_parameters"]
+        size = int(self.config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
         frequency = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         angle = torch.arange(x.shape[-3], dtype=torch.float32)[:, None, None] * frequency
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         first, second, rest = x[..., : size // 2], x[..., size // 2 : size], x[..., size:]
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
+    def halves(self, x: Tensor) -> Tensor:
+        """x with the two numbers of a pair half of the rotated ones apart: those of GLM-OCR are neighbours."""
+        return torch.cat(x.unflatten(-1, (-1, 2)).unbind(-1), -1) if self.config["model_type"] == "glm_ocr_text" else x
+
     def _mlp(self, name: str, x: Tensor) -> Tensor:
+        if f"{name}.gate_up_proj.weight" in self.tensors:
+            gate, up = self.linear(f"{name}.gate_up_proj", x).chunk(2, -1)
+            return self.linear(f"{name}.down_proj", F.silu(gate) * up)
         up = self.linear(f"{name}.up_proj", x)
         has_gate = f"{name}.gate_proj.weight" in self.tensors
         inner = F.silu(self.linear(f"{name}.gate_proj", x)) * up if has_gate else F.relu(up).square()
@@ -186,7 +199,7 @@ def read_mtp(folder: Path, dtype: torch.dtype = torch.float64) -> Mtp:
     tensors = {name.replace("model.language_model.", "model."): tensor.to(dtype) for name, tensor in tensors.items()}
     is_nemotron = config["model_type"] == "nemotron_h"
     embedding = tensors["backbone.embeddings.weight" if is_nemotron else "model.embed_tokens.weight"]
-    prefix = mtp_prefix(config)
+    prefix = mtp_prefix(config).replace("model.language_model.", "model.")
     own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     own = _named_as_qwen(own, NAMES[config["model_type"]]) if config["model_type"] in NAMES else own
     return Mtp(own, embedding, tensors.get("lm_head.weight", embedding), config)

@@ -52,7 +52,7 @@ URL = pa.struct([("url", pa.string())])
 PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", pa.binary()), ("image_url", URL)])
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_image_model(tmp_path_factory.mktemp("models") / request.param, request.param, seed=3)
 

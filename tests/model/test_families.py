@@ -78,7 +78,8 @@ def test_a_listed_format_can_hold_all_products(family: str, name: str) -> None:
 
 NUMBERS = {
     "qwen2.5-7b": 7.62, "qwen3-8b": 8.19, "mistral-small-24b": 23.57, "ministral3-8b": 8.49, "mixtral-8x7b": 46.7,
-    "gemma3-27b": 27.0, "phi4-14b": 14.66, "olmo2-7b": 7.3, "olmo3-32b": 32.23, "glm4-32b": 32.57, "glm-4.5-air": 106.9,
+    "gemma3-27b": 27.0, "phi4-14b": 14.66, "olmo2-7b": 7.3, "olmo3-32b": 32.23, "glm4-32b": 32.57, "glm-ocr": 0.673,
+    "glm-4.5-air": 106.9,
     "glm-4.5-air-fp8": 106.9, "glm-4.6-fp8": 352.8, "seed-oss-36b": 36.15, "smollm3-3b": 3.08, "granite3-8b": 8.17,
     "granite4-micro": 3.4, "exaone4-32b": 32.0, "glm-4.7-flash": 29.94, "lfm2-1.2b": 1.17, "lfm2-8b-a1b": 8.34,
     "granite4-h-micro": 3.19, "granite4-h-tiny": 6.94, "nemotron-nano-9b": 8.89, "bamba-9b": 9.78,

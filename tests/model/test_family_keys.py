@@ -69,6 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {},
     "glm4": {"partial_rotary_factor": 1.0},
+    "glm_ocr_text": {"head_dim": 64},
     "glm4_moe": {
         "n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 2, "norm_topk_prob": False, "use_qk_norm": True,
@@ -158,7 +159,7 @@ REFUSED: dict[str, set[str]] = {
     "layer_types": {
         "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4", "mixtral",
         "phi3", "seed_oss", "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", "nemotron_h", "bamba",
-        "falcon_h1", *RECURRENT_FAMILIES,
+        "falcon_h1", "glm_ocr_text", *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -178,14 +179,14 @@ REFUSED: dict[str, set[str]] = {
     "no mamba_num_heads": {"nemotron_h"},
     "no n_groups": {"nemotron_h"},
     "no layers_block_type": {"nemotron_h"},
-    "attention_bias": {"nemotron_h"},
+    "attention_bias": {"nemotron_h", "glm_ocr_text"},
     "tie_word_embeddings": {"nemotron_h"},
     "num_key_value_heads": {"deepseek_v3", "glm4_moe_lite", "mistral4"},
     "no qk_rope_head_dim": {"deepseek_v3", "glm4_moe_lite", "mistral4"},
     "no qk_nope_head_dim": {"mistral4"},
     "no mlp_layer_types": {"glm4_moe_lite"},
     "no layer_types": {"granitemoehybrid", "lfm2_moe"},
-    "no head_dim": {"phi3", "bamba"},
+    "no head_dim": {"phi3", "bamba", "glm_ocr_text"},
 }
 """The families that refuse a config, by its title in `changed`."""
 FAIL = {

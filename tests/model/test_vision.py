@@ -22,19 +22,20 @@ from batchspec.errors import CheckpointError
 from batchspec.images.decode import decode
 from batchspec.images.header import read_header
 from batchspec.images.pixtral_processor import LongestEdgeProcessor
+from batchspec.model.families.shapes import SHAPES
 from batchspec.model.spec import load_spec
 from batchspec.model.vision import encoder as module
-from batchspec.model.vision.blocks import grid_positions, merge_order
+from batchspec.model.vision.blocks import AttentionWithin, grid_positions, merge_order
 from batchspec.model.vision.qwen2_5_vl import window_order
 from batchspec.model.vision.registry import load_vision
 from batchspec.model.vision.spec import MOST_PATCHES, VisionSpec
 from batchspec.model.weights import Checkpoint
 from batchspec.records import ImagePiece
-from tests.helpers.image_models import inputs_of, make_image_model, picture, theirs
+from tests.helpers.image_models import GLM, inputs_of, make_image_model, picture, theirs
 
 CPU = torch.device("cpu")
 QWEN3 = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
-KINDS = (*QWEN3, "qwen2_5_vl", "mistral3", "lighton_ocr")
+KINDS = (*QWEN3, "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr")
 SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (50, 70), (15, 120))
 
 
@@ -80,6 +81,22 @@ def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, mo
     assert [own.untyped_storage().nbytes() for own in found] == [own.nbytes for own in found], "dropping one frees its memory"
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(encoder.encode([pixels(spec, images[0])])[0], found[0], atol=1e-5, rtol=0)
+
+
+def test_heads_have_the_strides_that_attention_on_a_gpu_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bidirectional_attention` refuses others."""
+    spec, encoder = built(folder)
+    seen, plain = list[tuple[int, ...]](), AttentionWithin.__call__
+
+    def attend(self: AttentionWithin, *heads: torch.Tensor) -> torch.Tensor:
+        assert len({own.stride() for own in heads}) == 1
+        assert heads[0].stride()[1:] == (heads[0].shape[2], 1)
+        seen.append(heads[0].stride())
+        return plain(self, *heads)
+
+    monkeypatch.setattr(AttentionWithin, "__call__", attend)
+    encoder.encode([pixels(spec, picture(50, 70))])
+    assert len(seen) == spec.depth
 
 
 def test_the_operations_of_a_vision_encoder_are_those_that_torch_counts(folder: Path) -> None:
@@ -289,6 +306,49 @@ def test_an_image_of_lighton_of_whole_tokens_is_encoded_as_transformers_does_it(
     torch.testing.assert_close(torch.cat(found)[:, 0], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("part", "keys", "said"),
+    [
+        ("vision_config", {"hidden_act": "relu"}, "hidden_act"), ("vision_config", {"in_channels": 1}, "in_channels must be 3"),
+        ("vision_config", {"num_heads": 5}, "num_heads=5 does not divide"),
+        ("vision_config", {"window_size": 112}, "window_size=112 is unknown"),
+        ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the hidden_size"),
+        ("vision_config", {"patch_size": 8}, "patch_size=4: config.json says 8"),
+        ("", {"image_token_id": 9999}, "image_token_id=9999 is outside"),
+        ("text_config", {"head_dim": 16}, r"mrope_section=\[2, 4, 6\] must be three numbers with the sum 8"),
+        ("text_config", {"rope_parameters": None, "head_dim": 16}, r"mrope_section=\[8, 12, 12\] must be .* sum 8"),
+    ],
+)  # fmt: skip
+def test_a_key_of_glm_ocr_that_changes_what_is_computed_is_refused(part: str, keys: Any, said: str, tmp_path: Path) -> None:
+    make_image_model(tmp_path / "model", "glm_ocr")
+    refused_key(tmp_path / "model", tmp_path, part, keys, said)
+
+
+def test_the_published_glm_ocr_has_as_many_tensors_and_weights_as_its_files(tmp_path: Path) -> None:
+    """526 and 1,325,258,240, with two copies of matrices. Source: zhutao100/GLM-OCR-Swift, docs/GLM-OCR_model.md."""
+    config: dict[str, Any] = {
+        "architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "image_token_id": 59280,
+        "image_start_token_id": 59256, "image_end_token_id": 59257, "tie_word_embeddings": False, "dtype": "bfloat16",
+        "text_config": {**SHAPES["glm-ocr"], "architectures": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+        "vision_config": {
+            "model_type": "glm_ocr_vision", "hidden_size": 1024, "depth": 24, "num_heads": 16, "attention_bias": True,
+            "intermediate_size": 4096, "hidden_act": "silu", "hidden_dropout_prob": 0.0, "attention_dropout": 0.0,
+            "initializer_range": 0.02, "image_size": 336, "patch_size": 14, "out_hidden_size": 1536, "rms_norm_eps": 1e-5,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "dtype": "bfloat16",
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = {**GLM, "patch_size": 14, "size": {"shortest_edge": 12544, "longest_edge": 9633792}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    spec, vision = load_spec(tmp_path), load_vision(tmp_path)
+    assert spec.unread == ()
+    assert spec.mtp is not None
+    tensors = [*spec.tensors(), *spec.mtp.tensors(), *vision.tensors()]
+    assert len(tensors) + len(spec.mtp.copies_of_model) == 526
+    copies = len(spec.mtp.copies_of_model) * spec.vocab_size * spec.hidden_size
+    assert sum(int(np.prod(tensor.shape)) for tensor in tensors) + copies == 1_325_258_240
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rotation_of_a_vision_encoder_may_be_called_default(kind: str, tmp_path: Path) -> None:
     make_image_model(tmp_path, kind)
@@ -327,6 +387,7 @@ def test_a_folder_without_a_preprocessor_is_refused(folder: Path, tmp_path: Path
         ("qwen2_5_vl", {"act": "none"}), ("qwen2_5_vl", {"theta": 9_000.0}),
         ("qwen3_vl", {"deepstack": (0, 2)}), ("qwen3_vl", {"gelu": "none"}), ("mistral3", {"act": "silu"}),
         ("mistral3", {"theta": 60.0}), ("mistral3", {"projector_eps": 0.1}), ("mistral3", {"projector_act": "silu"}),
+        ("glm_ocr", {"act": "none"}), ("glm_ocr", {"eps": 1e-4}), ("glm_ocr", {"theta": 9_000.0}),
         ("lighton_ocr", {"act": "none"}), ("lighton_ocr", {"projector_eps": 0.1}), ("lighton_ocr", {"projector_act": "silu"}),
     ],
 )  # fmt: skip

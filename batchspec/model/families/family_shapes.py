@@ -207,6 +207,14 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "glm-4.5-air": _GLM_4_5_AIR,
     "glm-4.5-air-fp8": _GLM_4_5_AIR | _FP8_ROWS,
     "glm-4.7-flash": _GLM_4_7_FLASH,
+    "glm-ocr": {
+        "model_type": "glm_ocr_text", "architectures": ["GlmOcrForCausalLM"], "hidden_size": 1536, "intermediate_size": 4608,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 59392,
+        "attention_bias": False, "num_nextn_predict_layers": 1,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 1.0, "mrope_section": [16, 24, 24],
+        },
+    },
     "deepseek-v3": _DEEPSEEK_V3,
     "mistral-small-4": _MISTRAL_SMALL_4,
     "glm-4.6-fp8": _GLM_4_6 | _FP8_ROWS,

@@ -14,9 +14,12 @@ from batchspec.model.layers.layer import LayerSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
+    return read_layers(config, qkv_bias=config.flag("attention_bias", True))
+
+
+def read_layers(config: ConfigReader, *, qkv_bias: bool) -> tuple[LayerSpec, ...]:
     attentions = [
-        replace(attention, post_norm="post_self_attn_layernorm")
-        for attention in read_attentions(config, qkv_bias=config.flag("attention_bias", True))
+        replace(attention, post_norm="post_self_attn_layernorm") for attention in read_attentions(config, qkv_bias=qkv_bias)
     ]
     mlp = replace(read_mlp(config), parts=("gate_up_proj", "down_proj"), post_norm="post_mlp_layernorm")
     return dense_layers(attentions, mlp)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from batchspec.checkpoint.config_values import ConfigReader, Ranges
 from batchspec.model.families.base import Family, partial_rope, read_attentions, read_mlp, read_num_experts, refuses_windows
 from batchspec.model.layers.base import ExpertsSpec
-from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.layer import LayerSpec, MlpSpec
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec, SharedExpert
 from batchspec.model.mtp import JoinSpec, MtpSpec
@@ -64,15 +64,18 @@ def num_mtp_layers(config: ConfigReader) -> int:
 
 def read_mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
     """A layer of experts after the last one; None if config.json gives another number than one."""
-    if num_mtp_layers(config) != 1:
-        return None
+    return mtp_layer(config, layers, read_experts(config)) if num_mtp_layers(config) == 1 else None
+
+
+def mtp_layer(config: ConfigReader, layers: Sequence[LayerSpec], mlp: MlpSpec) -> MtpSpec:
+    """The layer after the last one, with this MLP and attention as that has."""
     prefix = f"model.layers.{len(layers)}."
     join = JoinSpec(
         hidden_size=config.integer("hidden_size"), eps=config.number("rms_norm_eps"), fc="eh_proj", embedding_norm="enorm",
         hidden_norm="hnorm", out_norm="shared_head.norm",
     )
     return MtpSpec(
-        join=join, layer=LayerSpec(layers[-1].mixer, (read_experts(config),)), prefix=prefix, layer_prefix=prefix,
+        join=join, layer=LayerSpec(layers[-1].mixer, (mlp,)), prefix=prefix, layer_prefix=prefix,
         copies_of_model=("embed_tokens", "shared_head.head"),
     )
 

@@ -17,6 +17,7 @@ from batchspec.model.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from batchspec.model.families.glm4 import GLM4
 from batchspec.model.families.glm4_moe import GLM4_MOE
 from batchspec.model.families.glm4_moe_lite import GLM4_MOE_LITE
+from batchspec.model.families.glm_ocr import GLM_OCR
 from batchspec.model.families.gpt_oss import GPT_OSS
 from batchspec.model.families.granite import GRANITE, GRANITE_HYBRID
 from batchspec.model.families.lfm2 import LFM2
@@ -64,6 +65,7 @@ FAMILIES: dict[str, Family] = {
         OLMO2,
         OLMO3,
         GLM4,
+        GLM_OCR,
         GLM4_MOE,
         GLM4_MOE_LITE,
         DEEPSEEK_V3,
@@ -132,6 +134,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
+    "glm_ocr": Wrapper("GlmOcrForConditionalGeneration", "glm_ocr_text"),
     "lighton_ocr": Wrapper(
         "LightOnOcrForConditionalGeneration", "qwen3", text_varies=True, defaults={"tie_word_embeddings": True}
     ),
@@ -149,7 +152,8 @@ _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_token_index",
     "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
     "spatial_merge_size", "vision_feature_layer", "audio_config", "audio_token_id", "boi_token_id", "eoi_token_id",
-    "boa_token_id", "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image",
+    "boa_token_id", "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image", "image_start_token_id",
+    "image_end_token_id", "video_start_token_id", "video_end_token_id",
 )
 """Keys that describe how images and sounds are read."""
 

@@ -7,5 +7,6 @@
   qwen2_5_vl.py  that of Qwen2.5-VL
   pixtral.py   that of Mistral Small 3.1 and 3.2 and of Ministral 3
   lighton_ocr.py  that of LightOnOCR
+  glm_ocr.py   that of GLM-OCR
   registry.py  which models have one
 """

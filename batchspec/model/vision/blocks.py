@@ -34,7 +34,8 @@ def merge_order(grid: Grid, merge: int, device: torch.device | None = None) -> T
 def _rectangle(rows: tuple[int, int], cols: tuple[int, int], device: torch.device | None) -> Tensor:
     """int64 [2, n] row and column of the patches of these ranges, row by row."""
     row, col = (torch.arange(*ends, device=device) for ends in (rows, cols))
-    return torch.stack((row.repeat_interleave(len(col)), col.repeat(len(row))))
+    shape = (len(row), len(col))
+    return torch.stack((row[:, None].expand(shape).reshape(-1), col.expand(shape).reshape(-1)))
 
 
 def grid_positions(table: Tensor, coords: Tensor, grid: Grid) -> Tensor:

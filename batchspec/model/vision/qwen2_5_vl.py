@@ -24,6 +24,7 @@ from batchspec.batch.upload import upload
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.images.processor import read_processor
 from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
+from batchspec.model.layers.attention.rope_config import read_sections
 from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant.base import Weights
 from batchspec.model.vision.blocks import AttentionWithin, Grid, axial_angles, merge_order
@@ -107,20 +108,18 @@ def read_qwen2_5_vl(files: VisionFiles) -> VisionSpec:
         placeholder=placeholder,
     )
     return Qwen2_5VlSpec(
-        processor=processor, axes=_axes(text), depth=depth, size=own.integer("hidden_size"), heads=own.integer("num_heads"),
-        inner=own.integer("intermediate_size"), act=ACTIVATIONS[own.text("hidden_act")],
+        processor=processor, axes=contiguous(text, _SECTIONS), depth=depth, size=own.integer("hidden_size"),
+        heads=own.integer("num_heads"), inner=own.integer("intermediate_size"), act=ACTIVATIONS[own.text("hidden_act")],
         hidden_size=own.integer("out_hidden_size"), window=window, whole=whole, theta=theta,
     )
 
 
-def _axes(text: ConfigReader) -> tuple[int, ...]:
-    """The axis that each frequency reads: first those of the time, then of the height, then of the width."""
+def contiguous(text: ConfigReader, usual: tuple[int, ...]) -> tuple[int, ...]:
+    """The axis that each frequency of whole heads reads: first those of the time, then of the height, then of the width. usual:
+    mrope_section of a file without it. Raises CheckpointError."""
     name = "rope_scaling" if text.differs("rope_scaling", None, {}) else "rope_parameters"
-    rope = text.part(name).ranged(INTEGERS) if name in text.objects() else None
-    sections = _SECTIONS if rope is None else rope.integers("mrope_section") or _SECTIONS
     pairs = text.integer("head_dim", text.integer("hidden_size") // text.integer("num_attention_heads")) // 2
-    if len(sections) != 3 or sum(sections) != pairs:
-        raise text.refusal(f"{name}.mrope_section={list(sections)} must be three numbers with the sum {pairs}; correct it")
+    sections = read_sections(text.part(name), usual, pairs)
     return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 

@@ -10,6 +10,7 @@ from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json
 from batchspec.errors import CheckpointError
 from batchspec.images.processor import PREPROCESSOR
 from batchspec.model.families.registry import by_class
+from batchspec.model.vision.glm_ocr import read_glm_ocr
 from batchspec.model.vision.lighton_ocr import read_lighton_ocr
 from batchspec.model.vision.pixtral import read_pixtral
 from batchspec.model.vision.qwen2_5_vl import read_qwen2_5_vl
@@ -17,6 +18,7 @@ from batchspec.model.vision.qwen3_vl import read_qwen3_vl
 from batchspec.model.vision.spec import VisionFiles, VisionSpec
 
 VISION_SPECS: dict[str, Callable[[VisionFiles], VisionSpec]] = {
+    "glm_ocr": read_glm_ocr,
     "lighton_ocr": read_lighton_ocr,
     "mistral3": read_pixtral,
     "qwen2_5_vl": read_qwen2_5_vl,

@@ -144,6 +144,15 @@ def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> 
     return None if rotary_dim == head_dim else rotary_dim
 
 
+def read_sections(rope: ConfigReader, usual: tuple[int, ...], pairs: int) -> tuple[int, ...]:
+    """mrope_section: how many frequencies of a rotation read the axis of time, of height and of width of an image. rope: the part
+    of the config about it; pairs: number of all. Raises CheckpointError."""
+    found = rope.ranged({"mrope_section": (0, 2**12)}).integers("mrope_section") or usual
+    if len(found) != 3 or sum(found) != pairs:
+        raise rope.refusal(f"mrope_section={list(found)} must be three numbers with the sum {pairs}; correct it")
+    return found
+
+
 def read_part(
     config: ConfigReader, rope: ConfigReader, max_len: int | None, theta: float, *, partial: bool = False, sections: bool = False
 ) -> RopeSpec:
