@@ -279,6 +279,7 @@ def test_published_files_of_lighton_ocr_are_told_by_their_class(tmp_path: Path) 
     config |= {"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"], "vision_feature_layer": -1}
     config |= {"image_token_index": config.pop("image_token_id"), "projector_hidden_act": "gelu", "eos_token_id": 2}
     del config["tie_word_embeddings"]
+    config["auto_map"] = {"AutoModel": "modeling_lightonocr.LightOnOCRForConditionalGeneration"}
     path.write_text(json.dumps(config))
     assert load_vision(tmp_path) == expected
     assert load_spec(tmp_path) == text

@@ -252,6 +252,7 @@ def _check_class(config: ConfigReader, architecture: str) -> None:
     published before transformers had their family name code of the family's own class: these are accepted."""
     kind = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     known = (architecture, *(f"{kind}{text}{end}" for text in ("", "Text") for end in (SCORES_LABELS, BARE)))
+    known += tuple(name for name, of in CLASSES.items() if WRAPPERS[of].architecture == architecture)
     if (config.texts("architectures") or (architecture,)) not in {(name,) for name in known}:
         raise config.refusal(
             f"{config.shown('architectures')} is not supported; {config.text('model_type')} needs {architecture}"
