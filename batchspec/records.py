@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from batchspec.automata.lazy_automaton import LazyAutomaton
 from batchspec.automata.token_automaton import TokenAutomaton
 from batchspec.console.text import error_line
+from batchspec.images.pdf_page import PdfPage
 
 Ids = NDArray[np.int32]
 TokenText = Callable[[int], tuple[str, list[int]]]
@@ -194,8 +195,8 @@ class ImagePiece:
     """Pixels before, height times width."""
     digest: bytes
     """16 bytes that determine its pixels."""
-    source: bytes = field(repr=False, compare=False)
-    """The encoded image."""
+    source: bytes | PdfPage = field(repr=False, compare=False)
+    """The encoded image, or the page that is rendered."""
 
     def rows_before(self, token: int) -> int:
         """Number of its embeddings before its token of this number, 0 .. length."""

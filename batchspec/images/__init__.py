@@ -5,6 +5,7 @@
   pixtral_processor.py  the same of Pixtral's kind, whose images have a limit on the longer side
   glm_processor.py  the same of GLM-OCR's kind, whose limits count the pixels of several frames
   decode.py     an encoded image as RGB of that size
+  pdf.py        pages of PDFs (pdf_page.py): their sizes, and RGB of that size; pdf_process.py: the process that lists them
   prepared_images.py  pixels of rows that will enter their slots soon; decode_process.py: the processes that make them;
                 shared_blocks.py: the memory that they share
 """

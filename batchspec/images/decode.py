@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.images.header import BadImage, opened, pillow, read_header
+from batchspec.images.pdf import render
+from batchspec.images.pdf_page import PdfPage
 from batchspec.images.processor import Fit
 
 if TYPE_CHECKING:
@@ -21,9 +23,12 @@ _WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
 """Modes of grey in 16 bits."""
 
 
-def decode(data: bytes, fit: Fit) -> Rgb:
-    """Its first frame, uint8 [fit.height, fit.width, 3]. Raises BadImage for bytes that cannot be decoded."""
-    header = read_header(data)  # by another Image object: Pillow caches the first EXIF that it finds
+def decode(source: bytes | PdfPage, fit: Fit) -> Rgb:
+    """Its first frame, uint8 [fit.height, fit.width, 3]; of a page of a PDF what is rendered at this size. Raises BadImage for
+    bytes that cannot be decoded."""
+    if isinstance(source, PdfPage):
+        return render(source, fit.height, fit.width)
+    data, header = source, read_header(source)  # by another Image object: Pillow caches the first EXIF that it finds
     with opened(data) as image:
         importlib.import_module("PIL.ImageOps").exif_transpose(image, in_place=True)
         if (image.height, image.width) != (header.height, header.width):

@@ -1,8 +1,8 @@
 """The process that decodes and resizes images, with limits on CPU time and memory, because they are input. It imports no torch.
 
 It reads pickles from its input and answers with pickles: first ((file descriptor, number of blocks) of the `SharedBlocks`, memory
-in bytes, CPU seconds), then (encoded image, `Fit`, blocks). It writes the pixels to the blocks and answers None, or code and
-message of a `BadImage`.
+in bytes, CPU seconds), then (encoded image or `PdfPage`, `Fit`, blocks). It writes the pixels to the blocks and answers None, or
+code, message and `retryable` of a `BadImage`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
             except BadImage as error:
                 if isinstance(error.__cause__, MemoryError):
                     os._exit(OUT_OF_MEMORY)
-                answer = (error.code, str(error))
+                answer = (error.code, str(error), error.retryable)
             pickle.dump(answer, write)
             write.flush()
         except EOFError:

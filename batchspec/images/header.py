@@ -77,6 +77,8 @@ def opened(data: bytes) -> Iterator[Image.Image]:
     except module.DecompressionBombError as error:
         raise _large(str(error)) from None
     except module.UnidentifiedImageError:
+        if data.startswith(b"%PDF-"):
+            raise BadImage("bad_image", "it is a PDF; name the file in input.path, where each page is a row") from None
         begin = data[:8].hex(" ")
         raise BadImage("bad_image", f"it begins with {begin or 'nothing'}; JPEG, PNG, WebP, GIF and TIFF are read") from None
     except Exception as error:  # decoders of hostile bytes raise anything

@@ -277,7 +277,8 @@ class _DecodeProcess(LimitedProcess):
                 advice = AGAIN if isinstance(died, Killed) else "correct the image or drop it"
                 raise BadImage("bad_image", f"{died}; {advice}", retryable=isinstance(died, Killed)) from None
         if answer is not None:
-            raise BadImage(*answer)
+            code, said, retryable = answer
+            raise BadImage(code, said, retryable=retryable)
 
 
 @dataclass(eq=False, slots=True)

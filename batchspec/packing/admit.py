@@ -5,6 +5,7 @@ A bad row never raises and never reaches the engine. It is checked in this order
 
 bad_json       the line is not a JSON object, or is nested too deeply
 bad_csv        the row of a CSV file does not fit the header, or is quoted wrongly
+bad_pdf        the PDF is damaged, empty or needs a password: one row for the whole file
 bad_value      the cell's type differs among the files, and their common type does not hold the value; or Python's does not
 bad_request    a line of OpenAI's batch requests is none, or asks for something that is not supported
 bad_type       a cell of JSON lines is not text, and the column must be text
@@ -48,7 +49,7 @@ from batchspec.data.dataset.messages import USUAL_SYSTEM, BadChat, with_user_tur
 from batchspec.data.dataset.reader import InputShard, Source, SourceFacts, place_in_file
 from batchspec.data.dataset.row_ids import request_ids
 from batchspec.data.dataset.schema import output_schema
-from batchspec.data.dataset.untyped_columns import json_kinds
+from batchspec.data.dataset.untyped_columns import is_page, json_kinds
 from batchspec.errors import BadRow, CapacityError, ConfigError, TokenizerFails
 from batchspec.packing.cells import number_option, plain_cell, prompt_cell, row_values
 from batchspec.packing.constraints import Constraints
@@ -137,6 +138,7 @@ class Admission:
             images=None if spec.vision is None else PromptImages(
                 spec.vision.processor, columns.get(IMAGES) is not None,
                 ImageFiles.of(root) if (root := config.input.image_root) else None,
+                (column := columns.get(IMAGES)) is not None and is_page(source.schema.field(column)),
             ),
         )
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}

@@ -15,6 +15,7 @@ from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.data.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, Message, read_chat
 from batchspec.data.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
 from batchspec.errors import BadRow, CapacityError, ConfigError, RendererKilled, TokenizerFails
+from batchspec.images.pdf_page import PdfPage
 from batchspec.packing.cells import NOT_WHOLE, json_cell
 from batchspec.packing.prompt_images import Prompt, PromptImages
 from batchspec.process.refusals import refusal
@@ -60,7 +61,7 @@ class PromptEncoder:
         """
         if isinstance(prompt, Parts):
             return Prompt(self._of_parts(prompt, max_prompt_tokens))
-        images: list[bytes] = []
+        images: list[bytes | PdfPage] = []
         if self.images is None and row.get(IMAGES) is not None:
             said = "the row has images, and the model's vision encoder is not loaded; set model.vision=true, or drop the row"
             raise BadRow("no_vision", said)
@@ -76,7 +77,7 @@ class PromptEncoder:
             return Prompt(ids[-max_prompt_tokens:])
         raise self._too_long(f"{len(ids)} prompt tokens", max_prompt_tokens, ids)
 
-    def _ids(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int, images: list[bytes]) -> Ids:
+    def _ids(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int, images: list[bytes | PdfPage]) -> Ids:
         """The token ids, of each image one. images: those of the row are appended, encoded."""
         if self.columns.prompt_kind == "prompt_ids":
             return self._checked_ids(prompt)
@@ -136,7 +137,7 @@ class PromptEncoder:
         except LongText as error:
             raise self._too_long(str(error), max_prompt_tokens) from None
 
-    def _turns(self, prompt: Any, row: Mapping[str, Any], final: str, images: list[bytes]) -> list[Message]:
+    def _turns(self, prompt: Any, row: Mapping[str, Any], final: str, images: list[bytes | PdfPage]) -> list[Message]:
         """The row's chat. images: as in `_ids`."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         given: list[Any] | None = None if self.images is None else []

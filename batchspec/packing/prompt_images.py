@@ -21,6 +21,8 @@ from batchspec.data.dataset.image_files import MISSING_IMAGE, ImageFiles
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
+from batchspec.images.pdf import header_of, identity_of
+from batchspec.images.pdf_page import PdfPage
 from batchspec.images.processor import ImageProcessor
 from batchspec.packing.cells import number_option
 from batchspec.records import Ids, ImagePiece
@@ -45,6 +47,8 @@ class PromptImages:
     """Whether rows have a column of images, which their chats mark."""
     files: ImageFiles | None
     """The images that are named by a path; None: none is."""
+    of_pages: bool = False
+    """Whether the column has pages of PDFs."""
 
     def processor_of(self, row: Mapping[str, Any]) -> ImageProcessor:
         """The processor with the row's own limits on pixels. Raises BadRow for limits that no size fits, and for more pixels than
@@ -63,8 +67,8 @@ class PromptImages:
 
     def placed(
         self, turns: Sequence[Message], given: Sequence[Any], cell: Any, *, adds: bool
-    ) -> tuple[list[Message], list[bytes]]:
-        """The chat with a part for each image, and the encoded images in the order of these parts.
+    ) -> tuple[list[Message], list[bytes | PdfPage]]:
+        """The chat with a part for each image, and the encoded images, or pages, in the order of these parts.
 
         given  what each image part of the chat gives: bytes, a data URL, {bytes}, or `FromColumn`
         cell   the row's column of images
@@ -92,8 +96,10 @@ class PromptImages:
             self._encoded(next(left) if isinstance(one, FromColumn) else one, number) for number, one in enumerate(given, 1)
         ]
 
-    def _encoded(self, given: Any, number: int) -> bytes:
-        """The bytes of an image: of itself, of a struct {bytes, path}, of a data URL, or of a file below `root`."""
+    def _encoded(self, given: Any, number: int) -> bytes | PdfPage:
+        """The bytes of an image: of itself, of a struct {bytes, path}, of a data URL, or of a file below `root`; or a page."""
+        if self.of_pages and given is not None:
+            return PdfPage(**given)
         if isinstance(given, Mapping):
             given = given.get("bytes") or given.get("path")
         if isinstance(given, bytes | bytearray | memoryview):
@@ -111,7 +117,7 @@ class PromptImages:
             said = "the URL {}, and URLs are not downloaded; give its bytes"
         raise BadRow(MISSING_IMAGE, f"image {number} is {said.format(quoted(given[:80]))}")
 
-    def expanded(self, ids: Ids, images: Sequence[bytes], row: Mapping[str, Any]) -> Prompt:
+    def expanded(self, ids: Ids, images: Sequence[bytes | PdfPage], row: Mapping[str, Any]) -> Prompt:
         """The prompt in which each placeholder is as many tokens as its image takes, by the limits on pixels of this row."""
         places = np.flatnonzero(ids == self.processor.placeholder)
         if len(places) != len(images):
@@ -122,25 +128,26 @@ class PromptImages:
             )
         pieces, processor = list[ImagePiece](), self.processor_of(row)
         parts, shift, after = list[Ids](), 0, 0
-        for number, (place, data) in enumerate(zip(places.tolist(), images, strict=True), 1):
-            piece = _piece(processor, data, place + shift, number)
+        for number, (place, source) in enumerate(zip(places.tolist(), images, strict=True), 1):
+            piece = _piece(processor, source, place + shift, number)
             parts += [ids[after:place], processor.tokens(piece.rows, piece.cols)]
             pieces.append(piece)
             shift, after = shift + piece.length - 1, place + 1
         return Prompt(np.concatenate([*parts, ids[after:]]), tuple(pieces))
 
 
-def _piece(processor: ImageProcessor, data: bytes, begin: int, number: int) -> ImagePiece:
+def _piece(processor: ImageProcessor, source: bytes | PdfPage, begin: int, number: int) -> ImagePiece:
     try:
-        header = read_header(data)
+        header = header_of(source) if isinstance(source, PdfPage) else read_header(source)
         fit = processor.fit(header.height, header.width)
     except BadImage as error:
         raise BadRow(error.code, f"image {number}: {error}") from None
     rows, cols = processor.grid(fit)
+    data, made = (identity_of(source), fit) if isinstance(source, PdfPage) else (source, header)
     return ImagePiece(
         begin=begin, length=len(processor.tokens(rows, cols)), rows=rows, cols=cols, advance=processor.advance(rows, cols),
         height=fit.height, width=fit.width,
-        encoded_pixels=header.height * header.width, digest=processor.digest(data, fit), source=data,
+        encoded_pixels=made.height * made.width, digest=processor.digest(data, fit), source=source,
     )
 
 

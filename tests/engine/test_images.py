@@ -31,6 +31,7 @@ from tests.helpers.engines import ForcedDrafter, packed
 from tests.helpers.image_models import (
     PAD,
     ImagesInOrder,
+    encoded,
     generated,
     image_engine,
     image_request,
@@ -83,7 +84,7 @@ def test_sixty_four_greedy_tokens_are_those_of_transformers(kind: str, chunk: in
     found = tokens(list(image_engine(target, NoDrafter(), batch).run(requests)))
     model = theirs(folder)
     for one in requests:
-        expected = generated(model, folder, one.prompt_ids.tolist(), [piece.source for piece in one.images], 64)
+        expected = generated(model, folder, one.prompt_ids.tolist(), [encoded(piece) for piece in one.images], 64)
         assert found[one.request_id][: len(expected)] == expected, one.request_id
         assert len(expected) == 64 or expected[-1] == PAD
 
@@ -102,7 +103,7 @@ def test_log_probabilities_are_those_of_transformers(kind: str, models: Path) ->
         answer = done.token_ids.tolist()
         answer = answer[: answer.index(PAD)] if PAD in answer else answer  # transformers would look for another image
         with torch.no_grad():
-            inputs = inputs_of(models / kind, [*one.prompt_ids.tolist(), *answer], [piece.source for piece in one.images])
+            inputs = inputs_of(models / kind, [*one.prompt_ids.tolist(), *answer], [encoded(piece) for piece in one.images])
             expected = model(**inputs).logits[0, len(one.prompt_ids) - 1 :].log_softmax(-1)[: len(values)]
         likeliest = torch.from_numpy(ids[: len(expected)]).long()
         torch.testing.assert_close(torch.from_numpy(values[: len(expected)]), expected.gather(1, likeliest), atol=1e-4, rtol=0)
@@ -238,7 +239,7 @@ def test_a_cut_image_fails_its_row_and_no_other(models: Path) -> None:
 def cut_in_half(one: Request) -> Request:
     """The row with the first half of its only image."""
     (piece,) = one.images
-    return replace(one, images=(replace(piece, source=piece.source[: len(piece.source) // 2]),))
+    return replace(one, images=(replace(piece, source=encoded(piece)[: len(encoded(piece)) // 2]),))
 
 
 @pytest.mark.parametrize("pattern", ["1", "01", "11", "10", "011", "110"])
@@ -289,7 +290,7 @@ def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path, monkeypa
 @pytest.mark.second
 def test_tokens_stay_the_same_while_the_processes_that_make_pixels_are_killed(models: Path) -> None:
     target = image_target(models / "qwen3_vl")
-    requests = [image_request(i, target.spec, (3, slow_piece(i).source), cap=3) for i in range(4)]
+    requests = [image_request(i, target.spec, (3, encoded(slow_piece(i))), cap=3) for i in range(4)]
     expected = tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests)))
     engine = image_engine(target, NoDrafter(), BATCH)
     assert isinstance(engine.features, RowFeatures)
@@ -313,7 +314,7 @@ def test_a_thought_beside_images_is_closed_and_the_answer_follows_from_both(kind
     found = done.token_ids.tolist()
     assert found[:8] == [*free[:6], 11, 4]
     ids = [*one.prompt_ids.tolist(), *found[:8]]
-    assert found[8:] == generated(theirs(folder), folder, ids, [piece.source for piece in one.images], 16)
+    assert found[8:] == generated(theirs(folder), folder, ids, [encoded(piece) for piece in one.images], 16)
     assert found[8:] != free[8:]
 
 

@@ -153,6 +153,12 @@ def picture(height: int, width: int, seed: int = 0, *, format: str = "PNG") -> b
     return out.getvalue()
 
 
+def encoded(piece: ImagePiece) -> bytes:
+    """The encoded image of a piece that is no page of a PDF."""
+    assert isinstance(piece.source, bytes)
+    return piece.source
+
+
 def image_target(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
     """The model of a folder with its vision encoder."""
     spec = replace(load_spec(folder), vision=load_vision(folder))

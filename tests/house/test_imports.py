@@ -278,7 +278,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data.storage": set(),
     "config": set(),
     "kernels": set(),
-    "records": set(),
+    "records": {"images.pdf_page"},
     "packed_batch": set(),
     "request_stream": set(),
     "errors": set(),

@@ -26,7 +26,7 @@ from batchspec.images.processor import Fit
 from batchspec.images.shared_blocks import BLOCK, SharedBlocks, blocks_of
 from batchspec.process.limited_process import CannotStart
 from batchspec.records import ImagePiece
-from tests.helpers.image_models import picture
+from tests.helpers.image_models import encoded, picture
 
 PATIENCE_S = 60.0
 
@@ -126,7 +126,7 @@ def test_an_image_is_made_once_for_all_rows_that_have_it_and_stays_for_later_one
 
 def test_a_bad_image_is_the_error_of_its_rows_alone() -> None:
     prepared, good = PreparedImages(num=1), piece(1)
-    bad = piece(2, data=good.source[: len(good.source) // 2])
+    bad = piece(2, data=encoded(good)[: len(encoded(good)) // 2])
     prepared.ask("bad", (good, bad))
     prepared.ask("too", (bad,))
     prepared.ask("good", (good,))

@@ -15,6 +15,7 @@ Input:
   arrow_file.py        Arrow IPC files and streams as such files
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file
+  pdf_file.py          PDFs as such files, a page a row
   common_schema.py     the columns of files that differ without loss; wider_type.py: the type that holds those of both
   partitions.py        Hive partitions as columns
   formats.py           which files are data, by name; text files, compressed ones too

@@ -11,13 +11,14 @@ import pyarrow as pa
 from batchspec.config.key import Column
 from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.data.dataset.column_types import COLUMN_TYPES, TURNS, ColumnType, is_list
-from batchspec.data.dataset.untyped_columns import is_csv, json_kinds
+from batchspec.data.dataset.untyped_columns import is_csv, is_page, json_kinds
 from batchspec.errors import ConfigError, InputError
 from batchspec.tasks.base import PromptTexts
 from batchspec.tasks.registry import TASKS
 
 IMAGES = "images"
-"""Name of the column of images, which is read only if input.columns names it: text models run on data that has one."""
+"""Name of the column of images, which is read only if input.columns names it, as text models run on data that has one; or if it
+holds pages of PDFs."""
 PROMPTS = ("messages", "prompt", "prompt_ids")
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
@@ -104,6 +105,8 @@ def map_columns(
     there = set(schema.names)
     by_themselves = [name for name in types if name not in columns and not must_be_mapped(name)]
     names = {name: name for name in by_themselves if name in there and name not in taken}
+    page = next((field.name for field in schema if is_page(field)), None)
+    names |= {IMAGES: page} if page is not None and IMAGES not in columns else {}
     names |= {name: column for name, column in columns.items() if column is not None}
     for name, column in names.items():
         if column not in there:
@@ -184,6 +187,8 @@ def _no_prompt(schema: pa.Schema) -> str:
             "the input holds OpenAI's batch requests as columns; give their JSON lines, whose keys are custom_id, method, url "
             "and body alone"
         )
+    if any(map(is_page, schema)):
+        return "pages of PDFs have no prompts; set input.prompt=TEXT and input.chat=true, or take a recipe: +job=ocr"
     (only, *others) = schema
     if not others and is_csv(only) and (mark := next((mark for mark in SEPARATORS if mark in only.name), "")):
         return (

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from batchspec.data.dataset.files import ARROW
-from batchspec.data.dataset.formats import format_of
+from batchspec.data.dataset.formats import format_of, is_pdf
 from batchspec.data.storage.local_tree import is_hidden
 from batchspec.data.storage.places import Place
 from batchspec.errors import InputError
@@ -40,8 +40,9 @@ class DataFiles:
 
 
 def data_files(root: Place, places: Iterator[Place], entry: str) -> DataFiles:
-    """The data files among these below `root`. `entry` is that of input.path. Raises InputError for one that is no file or
-    belongs to a table with a log, and for a folder with several splits.
+    """The data files among these below `root`; PDFs only if there are no others: else they are papers about the data. `entry` is
+    that of input.path. Raises InputError for one that is no file or belongs to a table with a log, and for a folder with several
+    splits.
     """
     found, ranks = list[Place](), dict[PurePath, int]()
     for place in places:
@@ -57,6 +58,8 @@ def data_files(root: Place, places: Iterator[Place], entry: str) -> DataFiles:
         if why := place.problem:
             raise InputError(f"input.path {entry}: {place} cannot be read: {why}; mend it, or leave it out of input.path")
         found.append(place)
+    rows = [place for place in found if not is_pdf(place.path)]
+    found = rows or found
     for folder in _folders(root, found):
         _check_no_table(folder)
         if folder.at(folder.path / OUTPUT).is_dir():

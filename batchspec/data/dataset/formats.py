@@ -18,15 +18,16 @@ from batchspec.data.dataset.lines import LongLine, lines_of
 from batchspec.data.storage.places import LocalPlace, Place
 from batchspec.errors import InputError
 
-CSV = (".csv",)
+CSV, PDF = (".csv",), (".pdf",)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-KNOWN = f"{', '.join(PARQUET + ARROW + JSON_LINES + CSV)}; text may be compressed: .jsonl{', .jsonl'.join(CODECS)}"
+KNOWN = f"{', '.join(PARQUET + ARROW + JSON_LINES + CSV + PDF)}; text may be compressed: .jsonl{', .jsonl'.join(CODECS)}"
 """For messages."""
 _MAGIC = {
     b"\x1f\x8b": "gzip data; let its name end in .gz",
     b"\x28\xb5\x2f\xfd": "zstd data; let its name end in .zst",
     b"PAR1": "Parquet; let its name end in .parquet",
     b"ARROW1": "Arrow IPC data; let its name end in .arrow",
+    b"%PDF-": "a PDF; let its name end in .pdf",
     b"\xff\xfe\x00\x00": "UTF-32 text; write it as UTF-8: iconv -f UTF-32 -t UTF-8 FILE > NEW",
     b"\xff\xfe": "UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW",
     b"\xfe\xff": "UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW",
@@ -40,7 +41,7 @@ SKIPPED_AT_ONCE = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Format:
     kind: str
-    """parquet, arrow, jsonl or csv."""
+    """parquet, arrow, jsonl, csv or pdf."""
     codec: str | None
     """gzip, zstd or None."""
 
@@ -49,10 +50,14 @@ def format_of(path: PurePath) -> Format | None:
     """The format of a file with this name; None if it is not data."""
     codec = CODECS.get(path.suffix)
     suffix = path.with_suffix("").suffix if codec else path.suffix
-    for kind, suffixes in (("parquet", PARQUET), ("arrow", ARROW), ("jsonl", JSON_LINES), ("csv", CSV)):
-        if suffix in suffixes and not (codec and kind in ("parquet", "arrow")):
+    for kind, suffixes in (("parquet", PARQUET), ("arrow", ARROW), ("jsonl", JSON_LINES), ("csv", CSV), ("pdf", PDF)):
+        if suffix in suffixes and not (codec and kind in ("parquet", "arrow", "pdf")):
             return Format(kind, codec)
     return None
+
+
+def is_pdf(path: PurePath) -> bool:
+    return path.suffix in PDF
 
 
 class TextStream:

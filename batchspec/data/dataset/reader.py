@@ -7,6 +7,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from batchspec.data.dataset.formats import format_of
 from batchspec.data.dataset.input_paths import check_apart, entries_of, find_files
 from batchspec.data.dataset.json_lines import JsonLinesFile
 from batchspec.data.dataset.lines import LineNumbers
+from batchspec.data.dataset.pdf_file import ListPages, PdfFile
 from batchspec.data.dataset.shard_layout import ShardLayout
 from batchspec.data.storage.places import Place, RemotePlace
 from batchspec.errors import ConfigError, InputError
@@ -121,21 +123,22 @@ class Source(Protocol):
 
 
 def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
-    """The dataset at `config.path`: a Parquet, Arrow, JSON-lines or CSV file, a folder, a glob or a list, local or remote.
+    """The dataset at `config.path`: a Parquet, Arrow, JSON-lines, CSV or PDF file, a folder, a glob or a list, local or remote.
 
     output_dir  the folder that the job will write to, which must not be a part of the input
 
-    Reads footers and headers (JSON lines and CSV: the whole file once). Raises ConfigError without a path, or if the input
+    Reads footers and headers (JSON lines, CSV and PDFs: the whole file once). Raises ConfigError without a path, or if the input
     includes output_dir, and InputError if a path does not exist or matches nothing, a file cannot be read, two files disagree
     about a column, or there are no rows.
     """
     if not config.path:
-        raise ConfigError("input.path is not set; give a Parquet, Arrow, JSON-lines or CSV file, a folder, a glob or a list")
+        raise ConfigError("input.path is not set; give a Parquet, Arrow, JSON-lines, CSV or PDF file, a folder, a glob or a list")
     entries = entries_of(config.path)
     if output_dir is not None:
         check_apart(entries, output_dir)
     found, drop = find_files(entries, config.config_name, config.split), config.drop
-    return source_of(open_files(found, lambda name, place, share: _open(name, place, share, drop)), config.limit)
+    with closing(ListPages()) as pages:
+        return source_of(open_files(found, lambda name, place, share: _open(name, place, share, drop, pages)), config.limit)
 
 
 def open_files(found: Mapping[str, Place], opened: Callable[[str, Place, int], T]) -> list[T]:
@@ -152,7 +155,7 @@ def source_of(files: Sequence[DataFile], limit: int | None = None) -> Source:
     return _FileSource(files, limit)
 
 
-def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str]) -> DataFile:
+def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str], pages: ListPages) -> DataFile:
     form = format_of(place.path)
     if form is None or form.kind == "parquet":
         return ParquetFile(place, name, digest_bytes)
@@ -160,7 +163,7 @@ def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str]) -> 
         return ArrowFile(place, name, digest_bytes)
     if form.kind == "jsonl":
         return JsonLinesFile(place, name, form.codec, drop)
-    return CsvFile(place, name, form.codec)
+    return PdfFile(place, name, pages) if form.kind == "pdf" else CsvFile(place, name, form.codec)
 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:

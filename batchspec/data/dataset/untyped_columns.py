@@ -17,8 +17,9 @@ import pyarrow as pa
 from batchspec.data.dataset.json_text import BadJson, parse, text_bytes
 from batchspec.errors import InputError
 
-JSON_MARK, CSV_MARK = b"batchspec.json", b"batchspec.csv"
-"""In the metadata of a field: its cells are JSON text, of these kinds; or they are CSV text."""
+JSON_MARK, CSV_MARK, PDF_MARK = b"batchspec.json", b"batchspec.csv", b"batchspec.pdf"
+"""In the metadata of a field: its cells are JSON text, of these kinds; they are CSV text; they are fields of `PdfPage`, and no
+input but a PDF can say so."""
 MAX_COLUMNS = 50_000
 EXACT = 1 << 53
 """Whole numbers up to this are exact as float64."""
@@ -123,9 +124,14 @@ def is_csv(field: pa.Field) -> bool:
     return CSV_MARK in (field.metadata or {})
 
 
-def mark_of(field: pa.Field) -> tuple[pa.DataType, bool, bool]:
+def is_page(field: pa.Field) -> bool:
+    """Whether the cells are pages of PDFs."""
+    return PDF_MARK in (field.metadata or {})
+
+
+def mark_of(field: pa.Field) -> tuple[pa.DataType, bool, bool, bool]:
     """The properties of a column that must be the same in all files."""
-    return field.type, bool(json_kinds(field)), is_csv(field)
+    return field.type, bool(json_kinds(field)), is_csv(field), is_page(field)
 
 
 def build(cells: Sequence[Cell | None], field: pa.Field) -> pa.Array:

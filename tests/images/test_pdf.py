@@ -1,0 +1,113 @@
+"""Pages of PDFs: sizes, pixels, turns, forms, and what cannot be read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchspec.images.decode import decode
+from batchspec.images.header import MOST_PIXELS, BadImage
+from batchspec.images.pdf import DPI, BadPdf, header_of, identity_of, render, sizes_of
+from batchspec.images.pdf_page import PdfPage
+from batchspec.images.processor import Fit
+from tests.helpers.pdfs import A4, Page, make_pdf
+
+RED, BLUE = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
+
+
+def written(folder: Path, *pages: Page, **more: bool | int | None) -> Path:
+    path = folder / "x.pdf"
+    path.write_bytes(make_pdf(pages, **more))  # type: ignore[arg-type]
+    return path
+
+
+def page_of(path: Path, number: int = 1, size: tuple[float, float] = A4) -> PdfPage:
+    facts = path.stat()
+    return PdfPage(
+        path=str(path), page=number, width=size[0], height=size[1], digest=bytes(32), size_bytes=facts.st_size,
+        changed_ns=facts.st_mtime_ns,
+    )
+
+
+def test_sizes_are_those_of_pages_as_they_are_displayed(tmp_path: Path) -> None:
+    path = written(tmp_path, Page(), Page(size=(300, 200)), Page(size=(300, 200), turn=90))
+    assert sizes_of(str(path)).tolist() == [[595, 842], [300, 200], [200, 300]]
+
+
+def test_a_page_that_is_missing_has_no_size_and_is_refused_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, Page(colour=RED), Page(), Page(colour=BLUE), without_page=1)
+    assert sizes_of(str(path)).tolist() == [[595, 842], [0, 0], [595, 842]]
+    with pytest.raises(BadImage, match="page 2 of the PDF cannot be read"):
+        header_of(page_of(path, 2, (0.0, 0.0)))
+    with pytest.raises(BadImage, match="page 2 of the PDF cannot be read"):
+        render(page_of(path, 2), 20, 20)
+    assert render(page_of(path, 3), 20, 20)[10, 10].tolist() == [0, 0, 255]
+
+
+def test_a_page_is_rendered_in_rgb_at_exactly_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, Page(colour=RED), Page(lines=("dark words",)))
+    red = decode(page_of(path), Fit(64, 31))
+    assert red.shape == (64, 31, 3)
+    assert red.dtype == np.uint8
+    assert np.unique(red.reshape(-1, 3), axis=0).tolist() == [[255, 0, 0]]
+    text = render(page_of(path, 2), 842, 595)
+    rows, cols = np.nonzero(text.min(2) < 128)
+    assert rows.max() < 100  # of the top line alone, on white
+    assert (cols.min() > 35, cols.max() < 200, text[-1, -1].tolist()) == (True, True, [255, 255, 255])
+
+
+def test_turns_and_filled_forms_are_rendered(tmp_path: Path) -> None:
+    path = written(tmp_path, Page(lines=("a line",), turn=180), Page(form="its value"))
+    rows, _ = np.nonzero(render(page_of(path), 842, 595).min(2) < 128)
+    assert rows.min() > 742
+    form = render(page_of(path, 2), 842, 595)
+    assert (form[45, 200].tolist(), form[400, 200].tolist()) == ([255, 0, 0], [255, 255, 255])
+
+
+def test_the_size_of_a_page_is_at_200_dpi_and_never_above_the_limit_on_pixels(tmp_path: Path) -> None:
+    path = written(tmp_path, Page())
+    header = header_of(page_of(path))
+    assert (header.format, header.height, header.width) == ("PDF", int(842 * DPI / 72), int(595 * DPI / 72))
+    for size in ((14400.0, 14400.0), (1e-3, 1e-3), (14400.0, 100.0)):
+        found = header_of(page_of(path, 1, size))
+        assert 1 <= found.height * found.width <= MOST_PIXELS, size
+    for bad in (float("nan"), float("inf"), -1.0, 0.0):
+        with pytest.raises(BadImage, match="page 1 of the PDF cannot be read"):
+            header_of(page_of(path, 1, (bad, 100.0)))
+
+
+def test_what_is_no_pdf_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for data, said in (
+        (b"", "damaged, or no PDF"), (b"nonsense", "damaged, or no PDF"), (make_pdf([Page()], locked=True), "needs a password"),
+        (make_pdf([]), "it has no pages"), (make_pdf([Page()])[:200], "damaged, or no PDF"),
+    ):
+        (tmp_path / "x.pdf").write_bytes(data)
+        with pytest.raises(BadPdf, match=said):
+            sizes_of(str(tmp_path / "x.pdf"))
+    os.mkfifo(tmp_path / "pipe.pdf")
+    for name, said in (("pipe.pdf", "a pipe"), ("none.pdf", "No such file")):
+        with pytest.raises(BadPdf, match=said):
+            sizes_of(str(tmp_path / name))
+
+
+def test_a_file_that_changed_since_it_was_listed_is_not_rendered(tmp_path: Path) -> None:
+    path = written(tmp_path, Page(colour=RED))
+    before = page_of(path)
+    os.utime(path, ns=(before.changed_ns, before.changed_ns + 1))
+    with pytest.raises(BadImage, match="changed while the job runs") as caught:
+        render(before, 20, 20)
+    assert caught.value.retryable
+    path.unlink()  # or its disk has gone
+    with pytest.raises(BadPdf, match="cannot be opened") as caught:
+        render(before, 20, 20)
+    assert caught.value.retryable
+
+
+def test_pages_differ_by_file_and_number(tmp_path: Path) -> None:
+    path = written(tmp_path, Page())
+    assert len({identity_of(page_of(path, number)) for number in (1, 2, 258)}) == 3
+    with pytest.raises(BadImage, match="it is a PDF; name the file in"):
+        decode(path.read_bytes(), Fit(20, 20))
