@@ -63,7 +63,7 @@ def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelS
         return spec
     pillow()
     refused = {
-        task_of(config).asked: not task_of(config).decodes,
+        task_of(config).asked: not task_of(config).reads_images,
         f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
         "cache.dtype=fp8": config.cache.dtype == "fp8",
         "decode.deterministic=true": config.decode.deterministic,

@@ -179,6 +179,8 @@ class Task:
     decodes: ClassVar[bool] = False
     """Whether rows have output tokens, from rounds. If not, a row ends with its prefill and needs no pages for more."""
     reads: ClassVar[Reads]
+    reads_images: ClassVar[bool] = False
+    """Whether prompts may have images."""
     has_answers: ClassVar[bool] = False
     """Whether the column `completion` has a text, which later jobs and exports can use."""
     what: ClassVar[str] = ""

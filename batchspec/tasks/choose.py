@@ -111,6 +111,7 @@ class Choose(Task):
     name: ClassVar = "choose"
     asked: ClassVar = "decode.score=choices"
     reads: ClassVar = Reads.PROMPT_TOKENS
+    reads_images: ClassVar = True
     has_answers: ClassVar = True
     what: ClassVar = "choices are scored"
     written: ClassVar = "scores"

@@ -15,6 +15,7 @@ class Generate(Task):
     asked: ClassVar = "decode.score=none"
     decodes: ClassVar = True
     reads: ClassVar = Reads.NEXT_TOKENS
+    reads_images: ClassVar = True
     has_answers: ClassVar = True
     counts: ClassVar = "completion tokens"
     tokens: ClassVar = "output"

@@ -9,16 +9,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.images import ImageEncoder, ImagesOnDevice
 from batchspec.batch.row_commands import RowCommands
+from batchspec.cache.page_tables import PagePools
 from batchspec.console.text import quoted
+from batchspec.engine.prefill.passes import PrefillPass
+from batchspec.engine.rounds.records import LogitReader
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_feature import RowFeature
+from batchspec.engine.slots.row_feature import Features, RowFeature
+from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.images.decode import Rgb
 from batchspec.images.header import BadImage
 from batchspec.images.prepared_images import PreparedImages
 from batchspec.records import Completion, RowError
 
 MOST_BYTES = 1 << 30
+
+
+class WithImages(Features):
+    """The features of a job that decodes nothing, for rows that may have images.
+
+    encoder    encodes images; kept: embeddings of them that stay on the device
+    prepared   where their pixels come from
+    """
+
+    def __init__(self, own: Features, encoder: ImageEncoder, kept: int, prepared: PreparedImages) -> None:
+        self._own, self._encoder, self._kept, self._prepared = own, encoder, kept, prepared
+
+    @property
+    def reader(self) -> LogitReader | None:
+        return self._own.reader
+
+    @property
+    def prefill_pass(self) -> PrefillPass:
+        return self._own.prefill_pass
+
+    @property
+    def padded_pass(self) -> None:
+        """None: what images bring to a pass has no fixed shape."""
+
+    def allocate(self, rows: DeviceBatch) -> None:
+        self._own.allocate(rows)
+        rows.images = ImagesOnDevice(self._encoder, rows.live.device, most_rows=self._kept)
+
+    def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
+        return (*self._own.begin(slots, pools), RowImages(self._prepared))
 
 
 class RowImages(RowFeature):

@@ -92,9 +92,10 @@ class Scoring(RowFeature):
             state.fail(non_finite_at(f"position {bad[0] + 1} (prompt token {bad[0] + 1})"))
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
-        logprobs, top = self._scored.pop(state)
-        if done.token_ids is None:
+        if done.token_ids is None:  # a row may fail before it enters a slot
+            self._scored.pop(state, None)
             return done
+        logprobs, top = self._scored.pop(state)
         return done.replace(status="ok", text=None, prompt_logprobs=logprobs, prompt_top_logprobs=top)
 
 

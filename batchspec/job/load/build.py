@@ -16,11 +16,13 @@ from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.draft.base import Drafter
 from batchspec.engine.features import RowFeatures
+from batchspec.engine.features.images import WithImages
 from batchspec.engine.features.without_rounds import FEATURES
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.records import RoundOptions
+from batchspec.engine.slots.row_feature import Features
 from batchspec.images.prepared_images import PreparedImages, num_processes
 from batchspec.job.load.memory import check_memory, kept_images, plan_batch
 from batchspec.job.prepare import Job, JobModel, notes
@@ -195,6 +197,23 @@ def build_engine(
     workers = 1 if config.cluster.workers == AUTO else config.cluster.workers
     num_top = task.num_top(config.output)
     num_top = None if num_top is None else min(num_top, target.spec.vocab_size)
+    encoder, prepared = target.image_encoder, prepared_images(target.spec, batch.max_len, workers)
+    kept = kept_images(batch.prefill_tokens, batch.max_len)
+    if task.decodes:
+        features: Features = RowFeatures(
+            decode=tokenizer.decode if tokenizer else None,
+            defers_text=defers_text,
+            num_top=num_top,
+            symbols=vocabulary,
+            expanding=expanding,
+            call_parser=call_parser,
+            image_encoder=encoder,
+            kept_images=kept,
+            prepared=prepared,
+        )
+    else:
+        features = FEATURES[task.reads_of(config.output)](num_top or 0, token_ids)
+        features = features if encoder is None or prepared is None else WithImages(features, encoder, kept, prepared)
     return Engine(
         target,
         drafter,
@@ -207,17 +226,7 @@ def build_engine(
             argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots,
         ),
-        features=FEATURES[task.reads_of(config.output)](num_top or 0, token_ids) if not task.decodes else RowFeatures(
-            decode=tokenizer.decode if tokenizer else None,
-            defers_text=defers_text,
-            num_top=num_top,
-            symbols=vocabulary,
-            expanding=expanding,
-            call_parser=call_parser,
-            image_encoder=target.image_encoder,
-            kept_images=kept_images(batch.prefill_tokens, batch.max_len),
-            prepared=prepared_images(target.spec, batch.max_len, workers),
-        ),
+        features=features,
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
         adaptive=adaptive,
