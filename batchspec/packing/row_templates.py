@@ -17,7 +17,7 @@ from jinja2.meta import find_referenced_templates
 from jinja2.nodes import Output, Template, TemplateData
 
 from batchspec.config.schema import InputConfig
-from batchspec.data.dataset.columns import PROMPTS, ColumnMap, map_columns
+from batchspec.data.dataset.columns import IMAGES, PROMPTS, ColumnMap, map_columns
 from batchspec.data.dataset.json_text import BadJson, BadText
 from batchspec.data.dataset.messages import USUAL_SYSTEM
 from batchspec.data.dataset.untyped_columns import value_of
@@ -93,10 +93,11 @@ class RowTemplates:
             )
         names = self.input.columns if named is None else named
         columns = map_columns(schema, names, template="prompt" in self.sources, texts=self._texts)
-        kind = columns.prompt_kind
-        return replace(columns, templates={name: self._columns(name, schema, kind) for name in self.sources})
+        may_be_equal = columns.prompt_kind != "prompt" or columns.get(IMAGES) is not None
+        return replace(columns, templates={name: self._columns(name, schema, may_be_equal) for name in self.sources})
 
-    def _columns(self, name: str, schema: pa.Schema, kind: str) -> tuple[str, ...]:
+    def _columns(self, name: str, schema: pa.Schema, may_be_equal: bool) -> tuple[str, ...]:
+        """may_be_equal: rows differ by their chats, to which the prompt adds a turn, or by their images"""
         reads = self._templates.reads[name]
         for variable in reads:
             if variable not in schema.names and variable not in self._functions:
@@ -111,7 +112,7 @@ class RowTemplates:
         for column in columns:
             if _holds_bytes(kind := schema.field(column).type):
                 raise ConfigError(f"input.{name} reads column {column!r}, whose type {kind} is no text; cast it or leave it out")
-        if name == "prompt" and kind == "prompt" and not columns:  # a turn may be the same in all chats
+        if name == "prompt" and not columns and not may_be_equal:
             example = next((column for column in schema.names if column.isidentifier()), "COLUMN")
             raise ConfigError(
                 f"input.prompt={self.input.prompt} reads no column, so that all prompts would be equal; write columns as "
