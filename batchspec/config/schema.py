@@ -154,7 +154,7 @@ class InputConfig:
         None, form="string or list of strings", example="[a.parquet,b.parquet]", names=("dataset", "dataset_name", "input_file"),
         path=True,
     )
-    """Parquet, Arrow, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the
+    """Parquet, Arrow, JSON-lines, CSV or PDF file, folder, glob or list of them, local or remote (required). `pkg://demo` is the
     demo's input."""
     from_job: str | None = key(None, path=True)
     """Output folder of a finished job, whose answers are the input in place of input.path (jobs/pages/input.md). null: none."""

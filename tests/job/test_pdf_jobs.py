@@ -128,6 +128,9 @@ def test_a_killed_job_goes_on_with_the_same_pdf_and_refuses_another(model: Path,
     paper.write_bytes(data)
     assert run.main(job) == 0
     assert written(tmp_path)["page"].to_list() == list(range(1, 17))
+    (tmp_path / "b.pdf").write_bytes(make_pdf(PAGES))
+    assert run.main([*job, f"input.path=[{paper},{tmp_path}/b.pdf]", "resume=extend"]) == 0
+    assert written(tmp_path)["request_id"].to_list()[14:] == ["a.pdf:15", "a.pdf:16", *(f"b.pdf:{page}" for page in range(1, 5))]
 
 
 def test_a_page_of_a_pdf_that_changes_meanwhile_is_never_committed(

@@ -18,9 +18,9 @@ from batchspec.data.dataset.lines import LongLine, lines_of
 from batchspec.data.storage.places import LocalPlace, Place
 from batchspec.errors import InputError
 
-CSV, PDF = (".csv",), (".pdf",)
+CSV, PDF = (".csv",), (".pdf", ".PDF")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-KNOWN = f"{', '.join(PARQUET + ARROW + JSON_LINES + CSV + PDF)}; text may be compressed: .jsonl{', .jsonl'.join(CODECS)}"
+KNOWN = f"{', '.join(PARQUET + ARROW + JSON_LINES + CSV + PDF[:1])}; text may be compressed: .jsonl{', .jsonl'.join(CODECS)}"
 """For messages."""
 _MAGIC = {
     b"\x1f\x8b": "gzip data; let its name end in .gz",
