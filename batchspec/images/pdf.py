@@ -80,7 +80,7 @@ def render(page: PdfPage, height: int, width: int) -> NDArray[np.uint8]:
             loaded = document[page.page - 1]
         except module.PdfiumError:
             raise BadImage("bad_image", f"page {page.page} of the PDF cannot be read; repair the PDF") from None
-        bitmap = module.PdfBitmap.new_native(width, height, raw.FPDFBitmap_BGR, rev_byteorder=True)
+        bitmap = module.PdfBitmap.new_native(width, height, raw.FPDFBitmap_BGR)
         bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
         place = (0, 0, width, height, 0, raw.FPDF_ANNOT | raw.FPDF_REVERSE_BYTE_ORDER)
         raw.FPDF_RenderPageBitmap(bitmap, loaded, *place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from batchspec.images.decode import decode
 from batchspec.images.header import MOST_PIXELS, BadImage
 from batchspec.images.pdf import DPI, BadPdf, header_of, identity_of, render, sizes_of
 from batchspec.images.pdf_page import PdfPage
+from batchspec.images.prepared_images import PreparedImages
 from batchspec.images.processor import Fit
 from tests.helpers.pdfs import A4, Page, make_pdf
+from tests.images.test_prepared_images import piece, taken
 
 RED, BLUE = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
 
@@ -104,6 +107,23 @@ def test_a_file_that_changed_since_it_was_listed_is_not_rendered(tmp_path: Path)
     with pytest.raises(BadPdf, match="cannot be opened") as caught:
         render(before, 20, 20)
     assert caught.value.retryable
+
+
+@pytest.mark.second
+def test_processes_render_pages_and_say_whether_another_attempt_may_succeed(tmp_path: Path) -> None:
+    page = page_of(written(tmp_path, Page(colour=RED), Page(colour=BLUE)), 2)
+    prepared = PreparedImages(num=1)
+    for row, source in enumerate((page, replace(page, changed_ns=0), replace(page, page=9))):
+        one = replace(piece(row, data=b""), source=source)
+        prepared.ask(row, (one,))
+        if not row:
+            (made,) = taken(prepared, row)
+            assert np.unique(made.reshape(-1, 3), axis=0).tolist() == [[0, 0, 255]]
+            assert made.shape == (one.height, one.width, 3)
+            continue
+        with pytest.raises(BadImage) as caught:
+            taken(prepared, row)
+        assert (caught.value.code, caught.value.retryable) == ("bad_image", row == 1)
 
 
 def test_pages_differ_by_file_and_number(tmp_path: Path) -> None:
