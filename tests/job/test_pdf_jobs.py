@@ -69,7 +69,8 @@ def test_a_page_is_read_as_its_picture_is_and_rows_come_in_the_order_of_pages(mo
     for name in ("b", "a"):
         (tmp_path / f"papers/{name}.pdf").write_bytes(make_pdf(PAGES))
     lengths = "input.min_pixels=512"
-    job = words(model, tmp_path, f"{tmp_path}/papers/*.pdf", "output.shard_rows=3", "packing.max_num_seqs=2", lengths)
+    more = ("output.shard_rows=3", "packing.max_num_seqs=2", "input.num_workers=2", lengths)
+    job = words(model, tmp_path, f"{tmp_path}/papers/*.pdf", *more)
     assert run.main(job) == 0
     found = written(tmp_path)
     order = [(f"{name}.pdf", page) for name in "ab" for page in range(1, 5)]
