@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import PixtralImageProcessorPil
+from transformers.image_utils import ChannelDimension
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
 from batchspec.errors import BadRow, CheckpointError
@@ -46,7 +47,8 @@ def of_lighton(patch: int = 4, merge: int = 2, **keys: Any) -> LongestEdgeProces
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([4, 14, 16]), st.integers(1, 2000))
 def test_sizes_are_those_of_transformers(height: int, width: int, patch: int, longest: int) -> None:
     own, unit = processor(patch, size={"longest_edge": longest}), (2 * patch, 2 * patch)
-    expected = get_resize_output_image_size(np.zeros((height, width, 1), np.uint8), (longest, longest), unit)
+    image: Any = np.zeros((height, width, 1), np.uint8)
+    expected = get_resize_output_image_size(image, (longest, longest), unit, ChannelDimension.LAST)
     if not min(expected):
         with pytest.raises(BadImage, match="nothing is left of one side"):
             own.fit(height, width)
