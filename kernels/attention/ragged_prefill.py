@@ -1,6 +1,7 @@
-"""Prefill attention for heads of more than 256 values, for which FlashAttention has no kernels: causal, with windows and sinks.
+"""Prefill attention for what FlashAttention has no kernels for, heads of more than 256 values and images whose tokens attend to
+each other: causal but for these, with windows and sinks.
 
-    out[t] = softmax over the keys k of t's row, up to t's position and within the window, of (scale * q[t] . K[k]) @ V
+    out[t] = softmax over the keys k of t's row, up to its position or last key, within the window, of (scale * q[t] . K[k]) @ V
 
 K and V of all rows are concatenated, gathered from their pages. One program for each tile of (query, head) pairs of a row and K/V
 head; where a tile's sums [TILE, D] take too many registers, V's columns are divided between several programs, each of which
@@ -30,7 +31,7 @@ measured."""
 
 @triton.jit
 def add_keys(
-    query, k, v, at, end, position, peak, mass, acc, scale, k_stride, v_stride, first_column, WINDOW: tl.constexpr,
+    query, k, v, at, end, position, last_key, peak, mass, acc, scale, k_stride, v_stride, first_column, WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
 ):
     """(peak, mass, acc) with the keys at .. at + BLOCK - 1 added. SEEN: all queries attend to all of them."""
@@ -46,7 +47,7 @@ def add_keys(
         keys, values = keys.to(tl.float32), values.to(tl.float32)
     s = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
     if not SEEN:
-        seen = key[None, :] <= tl.minimum(position, end - 1)[:, None]
+        seen = key[None, :] <= tl.minimum(last_key, end - 1)[:, None]
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
         s = tl.where(seen, s, float("-inf"))
@@ -60,8 +61,8 @@ def add_keys(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def ragged_prefill_kernel(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sink_logits, out, scale, num_tiles, q_stride_t, q_stride_h, k_stride, v_stride,
-    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sink_logits, last_keys, out, scale, num_tiles, q_stride_t, q_stride_h, k_stride,
+    v_stride, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, V_PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program (row, tile from the last one on, K/V head, part of V)."""
@@ -92,6 +93,10 @@ def ragged_prefill_kernel(
     own_v = v + first_key.to(tl.int64) * v_stride + head * HEAD_DIM
     earliest = num_keys - count + tile * TILE // HEADS
     end = tl.minimum(num_keys, num_keys - count + (tile * TILE + TILE - 1) // HEADS + 1)
+    last_key = position
+    if last_keys is not None:
+        last_key = tl.load(last_keys + token, mask=inside, other=0)
+        end = tl.minimum(num_keys, tl.max(last_key, 0) + 1)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(earliest - (WINDOW - 1), 0) // BLOCK * BLOCK
@@ -103,13 +108,13 @@ def ragged_prefill_kernel(
         middle = (earliest + 1) // BLOCK * BLOCK
         for at in range(0, middle, BLOCK):
             peak, mass, acc = add_keys(
-                query, own_k, own_v, at, end, position, peak, mass, acc, scale, k_stride, v_stride, v_part * COLUMNS, WINDOW,
-                HEAD_DIM, DIM, COLUMNS, BLOCK, True, WIDE,
+                query, own_k, own_v, at, end, position, last_key, peak, mass, acc, scale, k_stride, v_stride, v_part * COLUMNS,
+                WINDOW, HEAD_DIM, DIM, COLUMNS, BLOCK, True, WIDE,
             )
     for at in range(middle, end, BLOCK):
         peak, mass, acc = add_keys(
-            query, own_k, own_v, at, end, position, peak, mass, acc, scale, k_stride, v_stride, v_part * COLUMNS, WINDOW,
-            HEAD_DIM, DIM, COLUMNS, BLOCK, False, WIDE,
+            query, own_k, own_v, at, end, position, last_key, peak, mass, acc, scale, k_stride, v_stride, v_part * COLUMNS,
+            WINDOW, HEAD_DIM, DIM, COLUMNS, BLOCK, False, WIDE,
         )
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]
@@ -132,7 +137,7 @@ def tile_of(dim: int, dtype: torch.dtype, card: Card) -> int:
 
 def ragged_prefill(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, scale: float, max_q: int, out: Tensor,
-    window: int = 0, sink_logits: Tensor | None = None, interpret: bool = False,
+    window: int = 0, sink_logits: Tensor | None = None, last_keys: Tensor | None = None, interpret: bool = False,
 ) -> None:
     """Causal attention of T queries over the keys of their rows, for one layer.
 
@@ -143,6 +148,7 @@ def ragged_prefill(
     max_q         no row has more queries
     window        a query at position p attends to keys p-window+1 .. p; 0: 0 .. p
     sink_logits   fp32 [NH]  joins the denominator of each softmax once, not scaled
+    last_keys     int32 [T]  a query attends to keys up to this one of its row, not before its own position; None: up to its own
     out           [T, NH, D] of q's dtype, contiguous; not written after the last row
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -157,17 +163,19 @@ def ragged_prefill(
     check("ragged_prefill: out", out, (num_tokens, num_heads, head_dim), q.dtype)
     if sink_logits is not None:
         check("ragged_prefill: sink_logits", sink_logits, (num_heads,), torch.float32)
+    if last_keys is not None:
+        check("ragged_prefill: last_keys", last_keys, (num_tokens,), torch.int32)
     if not (q.is_cuda or interpret):
         ragged_prefill_reference(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, out=out, window=window, sink_logits=sink_logits
+            q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, out=out, window=window, sink_logits=sink_logits, last_keys=last_keys
         )
     elif num_tokens:
         heads, dim = num_heads // kv_heads, max(32, triton.next_power_of_2(head_dim))
         tile = tile_of(dim, q.dtype, card_of(q.device))
         num_tiles = triton.cdiv(max_q * heads, tile)
         ragged_prefill_kernel[(num_rows * num_tiles * kv_heads * V_PARTS,)](
-            q, k, v, cu_seqlens_q, cu_seqlens_k, sink_logits, out, scale * math.log2(math.e), num_tiles, q.stride(0), q.stride(1),
-            k.stride(0), v.stride(0), KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, sink_logits, last_keys, out, scale * math.log2(math.e), num_tiles, q.stride(0),
+            q.stride(1), k.stride(0), v.stride(0), KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
             DIM=dim, WINDOW=window, TILE=tile, BLOCK=BLOCK, V_PARTS=V_PARTS,
             WIDE=not q.is_cuda, num_warps=WARPS, num_stages=STAGES, **launch_args(q),
         )
@@ -175,7 +183,7 @@ def ragged_prefill(
 
 def ragged_prefill_reference(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, scale: float, out: Tensor, window: int = 0,
-    sink_logits: Tensor | None = None,
+    sink_logits: Tensor | None = None, last_keys: Tensor | None = None,
 ) -> None:
     """The same in plain torch, row by row: softmax over the whole row in fp32."""
     queries, ends, heads = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), q.shape[1] // k.shape[1]
@@ -183,7 +191,8 @@ def ragged_prefill_reference(
         keys = torch.arange(end - first, device=q.device)
         position = keys[end - first - (stop - begin) :, None]
         own_k, own_v = (x[first:end].float().repeat_interleave(heads, 1) for x in (k, v))
-        seen = keys <= position if not window else (keys <= position) & (keys > position - window)
+        seen = keys <= (position if last_keys is None else last_keys[begin:stop, None])
+        seen = seen if not window else seen & (keys > position - window)
         scores = torch.einsum("thd,khd->htk", q[begin:stop].float(), own_k).mul(scale).masked_fill(~seen, float("-inf"))
         if sink_logits is not None:
             scores = torch.cat((scores, sink_logits[:, None, None].expand(-1, stop - begin, 1)), 2)

@@ -63,9 +63,12 @@ for _kv, _dim, _window, _parted in (
          DIM=128 if 64 < _dim <= 128 else _dim, PAGE_SIZE=16, WINDOW=_window, TILE=128 if _dim <= 256 else 32,
          BLOCK=block_of(_dim), PART=1024, PARTED=_parted, WIDE=False)
 
-for _window, _given, _dim, _tile, _parts in ((0, None, 512, 32, 2), (16, PF32, 64, 64, 1)):
+for _window, _given, _last, _dim, _tile, _parts in (
+    (0, None, None, 512, 32, 2), (16, PF32, None, 64, 64, 1), (1024, None, PI32, 256, 128, 2),
+):
     case(f"ragged_prefill_kernel D={_dim}, window {_window}", "ragged_prefill", 8, stages=2, q="*bf16", k="*bf16", v="*bf16",
-         cu_seqlens_k=PI32, sink_logits=_given, out="*bf16", scale="fp32", KV_HEADS=4, HEADS=8, HEAD_DIM=_dim, DIM=_dim,
+         cu_seqlens_k=PI32, sink_logits=_given, last_keys=_last, out="*bf16", scale="fp32", KV_HEADS=4, HEADS=8, HEAD_DIM=_dim,
+         DIM=_dim,
          WINDOW=_window, TILE=_tile, BLOCK=32, V_PARTS=_parts, WIDE=False)
 
 for _dim, _held in ((72, (64, 16)), (64, (64, 0)), (128, (128, 0))):
