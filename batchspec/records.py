@@ -197,6 +197,8 @@ class ImagePiece:
     """16 bytes that determine its pixels."""
     source: bytes | PdfPage = field(repr=False, compare=False)
     """The encoded image, or the page that is rendered."""
+    whole: bool = False
+    """Whether its tokens attend to each other in prefill (`FlatBatch.last_keys`), so that no pass may end inside it."""
 
     def rows_before(self, token: int) -> int:
         """Number of its embeddings before its token of this number, 0 .. length."""

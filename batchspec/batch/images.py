@@ -83,6 +83,15 @@ class ImagesOnDevice:
         self._forget()
         return inputs
 
+    def last_keys(self, segments: Segments) -> Tensor | None:
+        """As `FlatBatch.last_keys`, int32 [T]."""
+        pieces = [[piece for piece in self._images.get(slot, ()) if piece.whole] for slot, _, _ in segments]
+        parts = [last_keys(own, begin, end) for own, (_, begin, end) in zip(pieces, segments, strict=True)]
+        if all(part is None for part in parts):
+            return None
+        found = [np.arange(begin, end) if part is None else part for part, (_, begin, end) in zip(parts, segments, strict=True)]
+        return upload(np.concatenate(found), torch.int32, self._device)
+
     def _inputs(self, found: Sequence[_Found], rows: Mapping[bytes, Tensor]) -> ImageInputs | None:
         if not found:
             return None
@@ -140,3 +149,15 @@ def rope_positions(images: Sequence[ImagePiece], begin: int, end: int) -> NDArra
         if stop < end:
             found[:, max(stop, begin) - begin :] = np.arange(max(stop, begin), end) + shift
     return found
+
+
+def last_keys(images: Sequence[ImagePiece], begin: int, end: int) -> NDArray[np.int64] | None:
+    """int64 [end - begin] the last key that tokens begin .. end-1 of a row attend to: a token of one of these images that of the
+    image's last token, others their own. None: all their own. `end` is inside none of the images."""
+    found = np.arange(begin, end)
+    near = [piece for piece in images if piece.begin < end and begin < piece.begin + piece.length]
+    for piece in near:
+        last = piece.begin + piece.length - 1
+        assert last < end, "a pass ends inside an image whose tokens attend to each other"
+        found[max(piece.begin - begin, 0) : last + 1 - begin] = last
+    return found if near else None

@@ -168,7 +168,7 @@ class PardDrafter(DrafterBase):
 
 def _of_text(batch: FlatBatch) -> FlatBatch:
     """The batch as a model reads it that was never shown images: their placeholders as tokens, positions one after another."""
-    return replace(batch, rope=None, images=None, next_images=None)
+    return replace(batch, rope=None, images=None, next_images=None, last_keys=None)
 
 
 class PardDrafterSpec(DrafterSpec[PardModel]):

@@ -111,6 +111,16 @@ class ImageProcessor:
         """int32 [.] the tokens of an image of so many rows and columns of embeddings."""
         return np.full(rows * cols, self.placeholder, np.int32)
 
+    @property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of text before an image and after it."""
+        return (), ()
+
+    @property
+    def most_whole(self) -> int:
+        """Tokens of the largest image that no prefill pass may cut (`ImagePiece.whole`); 0: passes may end inside images."""
+        return 0
+
     def advance(self, rows: int, cols: int) -> int:
         """Positions that rotary embedding counts for it: Qwen2-VL (arXiv 2409.12191), section 2.1."""
         return max(rows, cols)

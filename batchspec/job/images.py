@@ -79,6 +79,12 @@ def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelS
         vision = replace(vision, processor=vision.processor.within(config.input.min_pixels, config.input.max_pixels))
     except ValueError as error:
         raise ConfigError(f"input.{error}; correct it, or leave it to the model") from None
+    most, given = vision.processor.most_whole, config.packing.max_num_batched_tokens
+    if given is not None and given < most:
+        raise ConfigError(
+            f"packing.max_num_batched_tokens={given} is below {most}, the tokens of an image, which attend to each other in one "
+            "prefill pass; raise it, or lower input.max_pixels"
+        )
     if config.model.load_format != "dummy":
         check_tensors(files.where, vision, vision.own(files.where, stored_tensors(files)))
     return replace(spec, vision=vision)

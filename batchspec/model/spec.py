@@ -135,6 +135,11 @@ class ModelSpec(CheckpointPart):
         chunks = [state.chunk or 1 for state in self._states if state.row or state.chunk is not None]
         return math.lcm(*chunks) if chunks else None
 
+    @property
+    def least_pass(self) -> int:
+        """Tokens that a prefill pass must have room for: a unit of `prefill_multiple`, an image that no pass may cut."""
+        return max(self.prefill_multiple or 1, 0 if self.vision is None else self.vision.processor.most_whole)
+
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
         run = self.computing(dtype, page_size, draft_len=max_q - 1)

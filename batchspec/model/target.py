@@ -202,7 +202,7 @@ class Target:
             embedded.index_copy_(0, images.places, images.rows[:, 0])
         num_added = 0 if images is None else images.rows.shape[1] - 1  # layers after which images add to the stream
         lora, last, kept = self._lora_tokens(batch), len(self._layers) - 1, self._last_kept
-        layer_inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, embedded, lora)
+        layer_inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, embedded, lora, images)
         stream = ResidualStream(embedded, self._live(batch), self.ranks, layer_inputs)
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
         pass_of = partial(Pass, tables=self._tables, dtype=self.dtype, ranks=self.ranks, window=window, sink=sink)

@@ -152,7 +152,7 @@ def choose_batch(
     ))
     pages, *more_pages = memory.num_pages(budget, slots)
     prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
-    prefill_tokens = max(prefill_tokens, spec.prefill_multiple or 1)
+    prefill_tokens = max(prefill_tokens, spec.least_pass)
     return PackedBatch(
         num_slots=slots,
         row_buckets=row_buckets(slots),

@@ -129,10 +129,11 @@ class PromptImages:
         pieces, processor = list[ImagePiece](), self.processor_of(row)
         parts, shift, after = list[Ids](), 0, 0
         for number, (place, source) in enumerate(zip(places.tolist(), images, strict=True), 1):
-            piece = _piece(processor, source, place + shift, number)
-            parts += [ids[after:place], processor.tokens(piece.rows, piece.cols)]
+            before, behind = (np.array(own, np.int32) for own in processor.around)
+            piece = _piece(processor, source, place + shift + len(before), number)
+            parts += [ids[after:place], before, processor.tokens(piece.rows, piece.cols), behind]
             pieces.append(piece)
-            shift, after = shift + piece.length - 1, place + 1
+            shift, after = shift + len(before) + piece.length + len(behind) - 1, place + 1
         return Prompt(np.concatenate([*parts, ids[after:]]), tuple(pieces))
 
 
@@ -148,6 +149,7 @@ def _piece(processor: ImageProcessor, source: bytes | PdfPage, begin: int, numbe
         begin=begin, length=len(processor.tokens(rows, cols)), rows=rows, cols=cols, advance=processor.advance(rows, cols),
         height=fit.height, width=fit.width,
         encoded_pixels=made.height * made.width, digest=processor.digest(data, fit), source=source,
+        whole=processor.most_whole > 0,
     )
 
 

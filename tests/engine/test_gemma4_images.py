@@ -30,6 +30,7 @@ from tests.helpers.engines import ForcedDrafter, packed
 from tests.helpers.image_models import (
     GEMMA4_KINDS,
     PAD,
+    encoded,
     generated,
     image_engine,
     image_request,
@@ -71,7 +72,7 @@ def test_sixty_four_greedy_tokens_are_those_of_transformers(kind: str, chunk: in
     requests, model = rows_of(target, 64), theirs(folder)
     found = tokens(list(image_engine(target, NoDrafter(), replace(BATCH, prefill_tokens=chunk)).run(requests)))
     for one in requests:
-        expected = generated(model, folder, one.prompt_ids.tolist(), [piece.source for piece in one.images], 64)
+        expected = generated(model, folder, one.prompt_ids.tolist(), [encoded(piece) for piece in one.images], 64)
         assert found[one.request_id][: len(expected)] == expected, one.request_id
         assert len(expected) == 64 or expected[-1] == PAD
 
@@ -88,7 +89,7 @@ def log_probabilities(kind: str, models: Path, chunk: int = 200) -> float:
         answer = done.token_ids.tolist()
         answer = answer[: answer.index(PAD)] if PAD in answer else answer
         with torch.no_grad():
-            inputs = inputs_of(models / kind, [*one.prompt_ids.tolist(), *answer], [piece.source for piece in one.images])
+            inputs = inputs_of(models / kind, [*one.prompt_ids.tolist(), *answer], [encoded(piece) for piece in one.images])
             expected = model(**inputs).logits[0, len(one.prompt_ids) - 1 :].log_softmax(-1)[: len(values)]
         likeliest = torch.from_numpy(ids[: len(expected)]).long()
         difference = (torch.from_numpy(values[: len(expected)]) - expected.gather(1, likeliest)).abs().max()

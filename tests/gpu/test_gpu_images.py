@@ -15,12 +15,17 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.images.decode import Rgb, decode
 from batchspec.images.header import read_header
+from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.target import Target
 from tests.engine.test_images import BATCH, ROWS, tokens
 from tests.helpers.image_models import image_engine, image_request, image_target, make_image_model, picture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr")
+KINDS = (
+    "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr", "gemma4", "gemma4_moe",
+    "gemma4_small", "gemma4_unified",
+)
+A, B = picture(30, 50, 1), picture(60, 20, 2)
 SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (15, 120))
 
 
@@ -70,11 +75,11 @@ def test_the_host_does_not_wait_for_the_device(folder: Path) -> None:
 @pytest.mark.parametrize("chunk", [64, 23])
 def test_tokens_are_those_of_the_cpu(folder: Path, chunk: int) -> None:
     """With 23 tokens a pass, chunks end inside images, if the model lets chunks end there."""
-    batch = replace(BATCH, prefill_tokens=chunk)
+    batch = replace(BATCH, prefill_tokens=chunk, max_len=384, num_pages=600)
 
     def run(device: str, drafter: Any) -> dict[str, list[int]]:
         target = image_target(folder, device=device)
-        own = replace(batch, prefill_tokens=max(chunk, target.spec.prefill_multiple or 1))
+        own = replace(batch, prefill_tokens=max(chunk, target.spec.least_pass))
         rows = [image_request(i, target.spec, parts, cap=64, seed=i) for i, parts in enumerate(ROWS)]
         return tokens(list(image_engine(target, drafter(target), own).run(rows)))
 
@@ -83,3 +88,32 @@ def test_tokens_are_those_of_the_cpu(folder: Path, chunk: int) -> None:
     assert run("cuda", lambda _: LookupDrafter(3, min_ngram=1, max_ngram=3)) == expected
     if folder.name == "qwen3_vl":
         assert run("cuda", lambda own: WindowDrafter(own, 3, slots=BATCH.num_slots, window=250)) == expected
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_log_probabilities_in_bf16_are_near_those_of_the_cpu_in_fp32(kind: str, tmp_path: Path) -> None:
+    """Of rows whose images see ahead, which a kernel computes on a GPU; causal ones are far from them."""
+    folder = make_image_model(tmp_path / kind, kind, seed=3)
+    rows = ((A, 7), (60, B, 1, A, 3), (3, A))
+
+    def first(dtype: torch.dtype, device: str) -> list[dict[int, float]]:
+        target, found = image_target(folder, dtype, device), dict[int, dict[int, float]]()
+        batch = replace(BATCH, max_len=384, num_pages=600, prefill_tokens=80)
+        requests = [image_request(i, target.spec, parts, cap=1, seed=i) for i, parts in enumerate(rows)]
+        for done in image_engine(target, NoDrafter(), batch, num_top=20).run(requests):
+            assert done.top_logprobs is not None
+            ids, values = done.top_logprobs
+            found[done.row_index] = dict(zip(ids[0].tolist(), values[0].tolist(), strict=True))
+        return [found[i] for i in range(len(rows))]
+
+    def distance(some: list[dict[int, float]], others: list[dict[int, float]]) -> float:
+        """Of the likeliest five tokens of `some`, the largest difference; 20 below the first for one that is not there."""
+        pairs = [(own[token], other.get(token, -20.0)) for own, other in zip(some, others, strict=True) for token in [*own][:5]]
+        return max(abs(one - two) for one, two in pairs)
+
+    exact = first(torch.float32, "cpu")
+    near = distance(exact, first(torch.bfloat16, "cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionSpec, "_seen", lambda _, batch: replace(batch, last_keys=None))
+        causal = distance(exact, first(torch.float32, "cpu"))
+    assert near < 0.5 * causal, (near, causal)

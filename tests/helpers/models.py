@@ -101,6 +101,10 @@ def _vary(model: torch.nn.Module) -> None:
         if name.endswith(("norm1.weight", "norm2.weight")) and type(model).__name__.startswith("GlmOcr"):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
     for name, buffer in model.named_buffers():
+        if name.endswith(("_min", "_max")):  # of clipped products
+            buffer.uniform_(0.1, 1.0).mul_(-1 if name.endswith("_min") else 1)
+        if name.endswith("std_scale"):
+            torch.nn.init.normal_(buffer, mean=1.0, std=0.3)
         if name.endswith("bias"):
             torch.nn.init.normal_(buffer, std=0.2)
         elif name.endswith("layer_scalar"):
@@ -222,7 +226,8 @@ def make_wrapped(
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     of_text, of_images = _WRAPPED[kind]
-    images = {"model_type": of_images, "hidden_size": 32, "intermediate_size": 40, **_VISION[of_images], **(vision or {})}
+    sizes = {} if kind == "gemma4_unified" else {"hidden_size": 32, "intermediate_size": 40}
+    images = {"model_type": of_images, **sizes, **_VISION[of_images], **(vision or {})}
     inner = {**_SHAPE, "num_hidden_layers": 2, "model_type": of_text, "vocab_size": vocab, **text}
     settings = AutoConfig.for_model(kind, text_config=inner, vision_config=images, **config)
     torch.manual_seed(seed)

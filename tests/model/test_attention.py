@@ -445,3 +445,49 @@ def test_bounds_are_used_if_a_gpu_s_attention_reads_no_work_list() -> None:
     assert [own.plans_by_bounds(64) for own in kinds.values()] == [False, True, True, True]
     assert [own.plans_by_bounds(65) for own in kinds.values()] == [False, False, True, True]
     assert not replace(layout, dtype=torch.bfloat16, head_dim=520).plans_by_bounds(65)
+
+
+def with_last_keys(batch: FlatBatch, rows: list[tuple[int, int]]) -> FlatBatch:
+    """A third of each row's queries, and those after the first half, see each other."""
+    found = batch.positions.clone()
+    for begin, (count, _) in zip(batch.cu_seqlens_q.tolist(), rows, strict=False):
+        for first, end in ((begin + count // 6, begin + count // 2), (begin + count // 2, begin + count)):
+            found[first:end] = batch.positions[end - 1] if end > first else 0
+    return replace(batch, last_keys=found.int(), host=HostLayout([q for q, _ in rows], [n for _, n in rows]))
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize("rows", [[(3, 8), (1, 5), (12, 12)], [(70, 90), (2, 33), (40, 40), (17, 18)]])
+def test_tokens_of_images_attend_to_their_last_one_on_a_cpu_and_on_a_gpu(rows: list[tuple[int, int]], window: int | None) -> None:
+    """On a GPU by one kernel, of any number of queries, since neither that of rounds nor FlashAttention can do it."""
+    generator = torch.Generator().manual_seed(0)
+    batch = with_last_keys(make_batch(rows, generator), rows)
+    assert batch.last_keys is not None
+    q, kv = make_tensors(batch, (6, 2), torch.float64, generator)
+    expected = torch.empty_like(q)
+    for row, (begin, (count, num_keys)) in enumerate(zip(batch.cu_seqlens_q.tolist(), rows, strict=False)):
+        own = torch.arange(num_keys)
+        pages = batch.page_table[row].long()
+        k, v = kv[:, pages[own // PAGE_SIZE], own % PAGE_SIZE].repeat_interleave(3, 2)
+        for place in range(begin, begin + count):
+            low = 0 if window is None else int(batch.positions[place]) - window + 1
+            seen = (own <= int(batch.last_keys[place])) & (own >= low)
+            weights = (torch.einsum("hd,khd->hk", q[place], k) / 3).masked_fill(~seen, -torch.inf).softmax(1)
+            expected[place] = torch.einsum("hk,khd->hd", weights, v)
+    found = attend(q, layer_kv(kv), batch, scale=1 / 3, window=window)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    assert (attend(q, layer_kv(kv), replace(batch, last_keys=None), scale=1 / 3, window=window) - expected).abs().max() > 0.01
+    half = layer_kv(kv.bfloat16())
+    on_card: Any = SimpleNamespace(layout=half.layout, pages=SimpleNamespace(is_cuda=True, device=torch.device("cuda")))
+    plan = plan_attention(batch, on_card, num_heads=6, window=window)
+    assert type(plan) is flash.VarlenPlan
+    torch.testing.assert_close(plan.attend(q.bfloat16(), half, 1 / 3).double(), expected, atol=5e-2, rtol=0)
+
+
+@pytest.mark.usefixtures("no_kernel_known")
+def test_long_rows_with_images_that_see_ahead_do_not_ask_for_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are causal."""
+    monkeypatch.setattr(flash, "flashinfer", Mock(side_effect=AssertionError))
+    batch, _, kv = long_rows(64)
+    batch = replace(batch, last_keys=batch.positions.int())
+    assert type(flash.plan_flash(batch, layer_kv(kv), num_heads=6, window=30)) is flash.VarlenPlan

@@ -35,7 +35,7 @@ from tests.helpers.image_models import GLM, inputs_of, make_image_model, picture
 
 CPU = torch.device("cpu")
 QWEN3 = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
-KINDS = (*QWEN3, "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr")
+KINDS = (*QWEN3, "qwen2_5_vl", "mistral3", "lighton_ocr", "glm_ocr", "gemma4", "gemma4_small", "gemma4_unified")
 SIZES = ((50, 70), (13, 90), (200, 300), (8, 8), (50, 70), (15, 120))
 
 
@@ -58,6 +58,8 @@ def pixels(spec: VisionSpec, data: bytes) -> np.ndarray[Any, Any]:
 @torch.no_grad()
 def encoded_by_transformers(folder: Path, inputs: dict[str, torch.Tensor]) -> Any:
     model = theirs(folder).model
+    if "image_position_ids" in inputs:
+        return model.get_image_features(inputs["pixel_values"], inputs["image_position_ids"])
     if "image_sizes" in inputs:
         return model.get_image_features(inputs["pixel_values"], inputs["image_sizes"])
     return model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
@@ -74,9 +76,13 @@ def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, mo
     pooled = encoded.pooler_output if isinstance(encoded.pooler_output, tuple) else encoded.pooler_output.split(1 << 20)
     expected = torch.stack([torch.cat(pooled), *(getattr(encoded, "deepstack_features", None) or [])], 1)
     found = encoder.encode([pixels(spec, one) for one in images])
-    grids = inputs["image_grid_thw"][:, 1:] if "image_grid_thw" in inputs else inputs["image_sizes"] // 4
-    assert [len(own) for own in found] == [int((grid // 2).prod()) for grid in grids]
-    assert (grids % 2).any() == (folder.name == "lighton_ocr"), "rows and columns of patches that become no token"
+    if (positions := inputs.get("image_position_ids")) is not None:
+        counts = (positions[..., 0] >= 0).sum(1) // (1 if folder.name == "gemma4_unified" else 9)
+    else:
+        grids = inputs["image_grid_thw"][:, 1:] if "image_grid_thw" in inputs else inputs["image_sizes"] // 4
+        counts = (grids // 2).prod(1)
+        assert (grids % 2).any() == (folder.name == "lighton_ocr"), "rows and columns of patches that become no token"
+    assert [len(own) for own in found] == counts.tolist()
     assert expected.shape[1] == (3 if folder.name == "qwen3_vl" else 1)
     assert [own.untyped_storage().nbytes() for own in found] == [own.nbytes for own in found], "dropping one frees its memory"
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
@@ -103,10 +109,13 @@ def test_the_operations_of_a_vision_encoder_are_those_that_torch_counts(folder: 
     """In transformers' encoder, whose attention is two products; of an image of whole windows."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = inputs_of(folder, [], [picture(24, 48)])
+    spec, (height, width) = load_vision(folder), (84, 120) if folder.name.startswith("gemma4") else (24, 48)
+    inputs = inputs_of(folder, [], [picture(height, width)])
     with FlopCounterMode(display=False) as counter:
         encoded_by_transformers(folder, inputs)
-    assert load_vision(folder).flop(24 * 48 // 16) == counter.get_total_flops()
+    patches = height * width // spec.processor.patch**2
+    pooling = 2 * patches * 70 * spec.size if folder.name in ("gemma4", "gemma4_small") else 0  # theirs is a product
+    assert spec.flop(patches) == pytest.approx(counter.get_total_flops() - pooling, rel=1e-12)
 
 
 def test_the_tensors_of_a_vision_encoder_are_those_that_transformers_saves(folder: Path) -> None:
@@ -116,7 +125,7 @@ def test_the_tensors_of_a_vision_encoder_are_those_that_transformers_saves(folde
         every = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     stored = {name: every[saved] for name, saved in load_vision(folder).own("", {name: name for name in every}).items()}
     assert {tensor.name: tensor.shape for tensor in load_vision(folder).tensors()} == stored
-    assert len(stored) == sum("visual." in name or "vision" in name or "projector" in name for name in every)
+    assert len(stored) == sum(any(part in name for part in ("visual.", "vision", "projector")) for name in every)
     assert load_vision(folder).weight_bytes(torch.float32) == sum(4 * int(np.prod(shape)) for shape in stored.values())
 
 
@@ -216,6 +225,68 @@ def test_a_key_that_changes_what_a_vision_encoder_computes_is_refused(
 def test_a_key_of_qwen2_5_vl_that_changes_what_is_computed_is_refused(keys: Any, said: str, tmp_path: Path) -> None:
     make_image_model(tmp_path / "model", "qwen2_5_vl")
     refused_key(tmp_path / "model", tmp_path, "vision_config", keys, said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "said"),
+    [
+        ("gemma4", {"hidden_activation": "relu"}, "hidden_activation other than gelu_pytorch_tanh"),
+        ("gemma4", {"num_key_value_heads": 1}, "num_key_value_heads=1 must be num_attention_heads=3"),
+        ("gemma4", {"attention_bias": True}, "attention_bias=true"), ("gemma4", {"head_dim": 6}, "head_dim=6 is no multiple"),
+        ("gemma4", {"position_embedding_size": 209}, "position_embedding_size=209 is below 210"),
+        ("gemma4", {"model_type": "siglip"}, "model_type=.*supported is gemma4_vision"),
+        ("gemma4", {"sharpened": 1}, "sharpened=1 is unknown"), ("gemma4", {"patch_size": 5}, "patch_size=4: config.json says 5"),
+        ("gemma4", None, "no vision_config"), ("gemma4_unified", None, "no vision_config"),
+        ("gemma4_unified", {"mm_posemb_size": 69}, "mm_posemb_size=69 is below 70"),
+        ("gemma4_unified", {"output_proj_dims": 25}, "output_proj_dims must be mm_embed_dim=24"),
+        ("gemma4_unified", {"model_patch_size": 16}, "model_patch_size be 12"),
+        ("gemma4_unified", {"sharpened": 1}, "sharpened=1 is unknown"),
+        ("gemma4_unified", {"model_type": "gemma4_vision"}, "supported is gemma4_unified_vision"),
+    ],
+)  # fmt: skip
+def test_a_key_of_gemma4_that_changes_what_is_computed_is_refused(kind: str, keys: Any, said: str, tmp_path: Path) -> None:
+    make_image_model(tmp_path / "model", kind)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["vision_config"] = None if keys is None else {**config["vision_config"], **keys}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    refused_key(tmp_path / "model", tmp_path, "", {}, said)
+
+
+def test_whether_images_are_cut_follows_from_the_language_model(tmp_path: Path) -> None:
+    tower, unified = "gemma4", "gemma4_unified"
+    for kind, key, most in ((tower, "vision", 70), (tower, None, 0), (tower, ..., 0), (unified, None, 0), (unified, ..., 70)):
+        folder = make_image_model(tmp_path / f"{kind}-{key}", kind)
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["use_bidirectional_attention"] = key
+        if key is ...:
+            del config["text_config"]["use_bidirectional_attention"]
+        (folder / "config.json").write_text(json.dumps(config))
+        spec = replace(load_spec(folder), vision=load_vision(folder))
+        attentions: list[Any] = [layer.mixer for layer in spec.layers]
+        assert [own.whole_images for own in attentions] == [most > 0 and own.window is not None for own in attentions]
+        assert spec.least_pass == max(1, most)
+
+
+def test_the_published_vision_config_of_gemma4_is_read(tmp_path: Path) -> None:
+    """Of the 31B, with keys that transformers wrote for every part."""
+    folder = make_image_model(tmp_path, "gemma4")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] = {
+        "_name_or_path": "", "architectures": None, "attention_bias": False, "attention_dropout": 0.0,
+        "chunk_size_feed_forward": 0, "default_output_length": 280, "dtype": "bfloat16", "global_head_dim": 72, "head_dim": 72,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+        "initializer_range": 0.02, "intermediate_size": 4304, "is_encoder_decoder": False,
+        "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "max_position_embeddings": 131_072, "model_type": "gemma4_vision",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16, "output_attentions": False,
+        "output_hidden_states": False, "patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10_240,
+        "problem_type": None, "return_dict": True, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}, "standardize": True, "use_clipped_linears": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Gemma4ImageProcessor"}))
+    spec = load_vision(folder)
+    assert (spec.depth, spec.size, spec.heads, spec.inner, spec.processor.max_pixels) == (27, 1152, 16, 4304, 280 * 48**2)
+    assert spec.theta == 100.0
 
 
 @pytest.mark.parametrize(
@@ -352,6 +423,8 @@ def test_the_published_glm_ocr_has_as_many_tensors_and_weights_as_its_files(tmp_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rotation_of_a_vision_encoder_may_be_called_default(kind: str, tmp_path: Path) -> None:
+    if kind == "gemma4_unified":
+        pytest.skip("no patch is rotated")
     make_image_model(tmp_path, kind)
     expected, file = load_vision(tmp_path), tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -387,6 +460,8 @@ def test_a_folder_without_a_preprocessor_is_refused(folder: Path, tmp_path: Path
         ("qwen2_5_vl", {"window": 4}), ("qwen2_5_vl", {"whole": ()}), ("qwen2_5_vl", {"whole": (0,)}),
         ("qwen2_5_vl", {"act": "none"}), ("qwen2_5_vl", {"theta": 9_000.0}),
         ("qwen3_vl", {"deepstack": (0, 2)}), ("qwen3_vl", {"gelu": "none"}), ("mistral3", {"act": "silu"}),
+        ("gemma4", {"theta": 90.0}), ("gemma4", {"standardized": False}), ("gemma4_small", {"clipped": False}),
+        ("gemma4_small", {"theta": 100.0}), ("gemma4", {"eps": 1.0}), ("gemma4_unified", {"eps": 1.0}),
         ("mistral3", {"theta": 60.0}), ("mistral3", {"projector_eps": 0.1}), ("mistral3", {"projector_act": "silu"}),
         ("glm_ocr", {"act": "none"}), ("glm_ocr", {"eps": 1e-4}), ("glm_ocr", {"theta": 9_000.0}),
         ("lighton_ocr", {"act": "none"}), ("lighton_ocr", {"projector_eps": 0.1}), ("lighton_ocr", {"projector_act": "silu"}),

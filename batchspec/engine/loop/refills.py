@@ -34,10 +34,16 @@ def prefill_of(
     """
     spans = [(refill.slot, refill.num_cached, state.num_tokens) for state, refill in zip(group, refills, strict=True)]
     if multiple is None:
-        passes = tuple(tuple(segments) for segments in chunks(spans, batch.prefill_tokens))
+        whole = {state.slot: _whole(state) for state in group if state.request.images}
+        passes = tuple(tuple(segments) for segments in chunks(spans, batch.prefill_tokens, whole=whole))
     else:
         passes = _with_states(group, spans, batch, multiple)
     return Prefill(passes=passes, mode=SamplingMode.union([state.mode for state in group]))
+
+
+def _whole(state: RequestState) -> list[range]:
+    """The images of a row that no pass may cut."""
+    return [range(piece.begin, piece.begin + piece.length) for piece in state.request.images if piece.whole]
 
 
 def _with_states(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ FEW = 17
 
 
 def chunks(
-    spans: Iterable[tuple[int, int, int]], max_tokens: int, *, multiple: int = 1, generated: bool = False
+    spans: Iterable[tuple[int, int, int]], max_tokens: int, *, multiple: int = 1, generated: bool = False,
+    whole: Mapping[int, Sequence[range]] = MappingProxyType({}),
 ) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
 
     multiple   a row is cut at positions that are multiples of it; not more than max_tokens
     generated  what the segments say
+    whole      slot -> positions between which its row is not cut, each range not longer than max_tokens; with a multiple of 1
 
     The order matters: a row may share pages that an earlier row writes, in an earlier pass or in the same one, where every layer
     writes all K/V before it reads any.
@@ -44,6 +47,8 @@ def chunks(
         while begin < end:
             stop = min(end, begin + left)
             stop = stop if stop == end else max(begin, stop - stop % multiple)
+            stop = next((max(begin, own.start) for own in whole.get(slot, ()) if own.start < stop < own.stop), stop)
+            assert stop > begin or chunk, "a pass of max_tokens is too short for an image"
             if stop > begin:
                 chunk.append(Segment(slot, begin, stop, stop == end, generated=generated))
             left -= stop - begin
@@ -212,6 +217,7 @@ def flat_batch(
     if rows.images is not None:
         spans = [(s.slot, s.begin, s.end) for s in segments]
         batch.rope, batch.images, batch.next_images = rows.images.inputs(spans, shifted=shifted)
+        batch.last_keys = rows.images.last_keys(spans)
     return batch, slot_ids
 
 

@@ -1,4 +1,4 @@
-"""Gemma 4, text only: layers with a window and layers that read all keys differ in K/V heads and in values per head.
+"""Gemma 4 without its encoders: layers with a window and layers that read all keys differ in K/V heads and in values per head.
 
 Norms before and after each block multiply by a plain weight, in fp32; q, k and, without a weight, v are normed; scores are not
 scaled. After each layer the stream is multiplied by a number of the layer. With attention_k_eq_v the layers that read all keys
@@ -39,6 +39,12 @@ _ROPES: Json = {
 """Those of a file that names none."""
 
 
+def images_are_whole(config: ConfigReader) -> bool:
+    """Whether tokens of an image attend to each other, in layers with a window: those that read all keys are causal in images too
+    (create_masks_for_vision_model of transformers)."""
+    return not config.differs("use_bidirectional_attention", "vision")
+
+
 def _kinds(config: ConfigReader) -> list[str]:
     """Of each layer. The last one reads all keys, whatever layer_types says."""
     num_layers = config.integer("num_hidden_layers")
@@ -62,6 +68,7 @@ def _attentions(config: ConfigReader) -> list[AttentionSpec]:
             kv_of=source,
             post_norm="post_attention_layernorm",
             norms=_NORMS,
+            whole_images=kind == _LOCAL and images_are_whole(config),
         )
         for attention, kind, (num_kv_heads, head_dim), source in zip(attentions, kinds, heads, sources, strict=True)
     ]
@@ -172,6 +179,7 @@ def _layer_inputs(config: ConfigReader) -> LayerInputsSpec | None:
         size=size,
         num_layers=config.integer("num_hidden_layers"),
         vocab_size=vocab,
+        image_token=config.integer("pad_token_id", 0),
         eps=config.number("rms_norm_eps"),
         norms=_NORMS,
     )
@@ -246,6 +254,10 @@ GEMMA4_UNIFIED_TEXT = replace(
     example="google/gemma-4-12B-it",
     defaults={
         **GEMMA4_TEXT.defaults, "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
     },
 )
-"""The 12B, whose images and sounds are read without an encoder."""
+"""The 12B, whose images and sounds are read without an encoder.
+
+In transformers 5.24 its `forward` lets images see ahead in layers that read all keys too, unlike `create_masks_for_generate` of
+the same class and the code of the model's authors (transformers, issue 46711)."""

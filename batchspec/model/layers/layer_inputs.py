@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchspec.batch.image_inputs import ImageInputs
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
 from batchspec.model.layers.base import (
@@ -41,6 +42,8 @@ class LayerInputsSpec(WholeBlockSpec):
     """L"""
     vocab_size: int
     """V, of the table"""
+    image_token: int
+    """The token whose numbers in the table the tokens of images read; their embeddings are those of the image."""
     eps: float
     norms: NormForm
 
@@ -85,8 +88,10 @@ class LayerInputs:
         # transformers rounds this factor to the dtype of the table.
         self._factor = float(torch.tensor(spec.size**0.5, dtype=self._table.dtype))
 
-    def __call__(self, token_ids: Tensor, embedded: Tensor, lora: LoraTokens | None) -> Tensor:
-        """token_ids int32 [T] and their embeddings [T, H] -> [T, L, P]."""
+    def __call__(self, token_ids: Tensor, embedded: Tensor, lora: LoraTokens | None, images: ImageInputs | None) -> Tensor:
+        """token_ids int32 [T] and their embeddings [T, H], those of images in their places -> [T, L, P]."""
+        if images is not None:
+            token_ids = token_ids.index_fill(0, images.places, self._spec.image_token)
         spec, shape = self._spec, (len(token_ids), self._spec.num_layers, self._spec.size)
         of_tokens = self._table.index_select(0, token_ids).mul_(self._factor).view(shape)
         projected: Tensor = self._product(embedded, lora)

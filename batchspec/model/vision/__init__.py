@@ -8,5 +8,6 @@
   pixtral.py   that of Mistral Small 3.1 and 3.2 and of Ministral 3
   lighton_ocr.py  that of LightOnOCR
   glm_ocr.py   that of GLM-OCR
+  gemma4.py    that of Gemma 4; gemma4_unified.py: what the 12B has in place of one
   registry.py  which models have one
 """

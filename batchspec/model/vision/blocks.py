@@ -70,20 +70,23 @@ def axial_angles(coords: Tensor, dim: int, theta: float, *, own_frequencies: boo
 class AttentionWithin:
     """Attention of each patch to those of its own image, in all layers of a pass."""
 
-    def __init__(self, cu_seqlens: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """cu_seqlens: [images + 1] where the patches of each image begin, and N."""
-        self._cu_seqlens = cu_seqlens
+    def __init__(
+        self, cu_seqlens: Sequence[int], dtype: torch.dtype, device: torch.device, *, scale: float | None = None
+    ) -> None:
+        """cu_seqlens: [images + 1] where the patches of each image begin, and N; scale: of the scores, None: 1 / sqrt(D)."""
+        self._cu_seqlens, self._scale = cu_seqlens, scale
         has_kernel = device.type == "cuda" and dtype in bidirectional.DTYPES
         self._tiles = upload(bidirectional.tiles_of(cu_seqlens), torch.int32, device) if has_kernel else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v [N, NH, D] -> [N, NH * D]."""
+        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
         if self._tiles is not None and q.shape[-1] <= bidirectional.MAX_HEAD_DIM:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            bidirectional.bidirectional_attention(q, k, v, self._tiles, scale=q.shape[-1] ** -0.5, out=out)
+            bidirectional.bidirectional_attention(q, k, v, self._tiles, scale=scale, out=out)
             return out.flatten(1)
         found = []
         for begin, end in pairwise(self._cu_seqlens):
             query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
-            found.append(F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1).flatten(1))
+            found.append(F.scaled_dot_product_attention(query, key, value, scale=scale)[0].transpose(0, 1).flatten(1))
         return torch.cat(found)

@@ -10,6 +10,8 @@ from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json
 from batchspec.errors import CheckpointError
 from batchspec.images.processor import PREPROCESSOR
 from batchspec.model.families.registry import by_class
+from batchspec.model.vision.gemma4 import read_gemma4
+from batchspec.model.vision.gemma4_unified import read_gemma4_unified
 from batchspec.model.vision.glm_ocr import read_glm_ocr
 from batchspec.model.vision.lighton_ocr import read_lighton_ocr
 from batchspec.model.vision.pixtral import read_pixtral
@@ -18,6 +20,8 @@ from batchspec.model.vision.qwen3_vl import read_qwen3_vl
 from batchspec.model.vision.spec import VisionFiles, VisionSpec
 
 VISION_SPECS: dict[str, Callable[[VisionFiles], VisionSpec]] = {
+    "gemma4": read_gemma4,
+    "gemma4_unified": read_gemma4_unified,
     "glm_ocr": read_glm_ocr,
     "lighton_ocr": read_lighton_ocr,
     "mistral3": read_pixtral,

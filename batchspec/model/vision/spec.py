@@ -33,10 +33,13 @@ class VisionFiles:
     preprocessor_where: str
 
 
-def checked_theta(own: ConfigReader, known: Collection[str], acts: Collection[str], *, heads: str = "num_heads") -> float:
+def checked_theta(
+    own: ConfigReader, known: Collection[str], acts: Collection[str], *, heads: str = "num_heads", usual: float = 10_000.0
+) -> float:
     """The base of the rotation by rows and columns, after the checks of vision_config that all encoders share.
 
-    known  its supported keys; acts: supported values of hidden_act; heads: the key of the number of heads
+    known  its supported keys; acts: supported values of hidden_act; heads: the key of the number of heads; usual: the base of
+           files that name none
     Raises CheckpointError for another key or activation, heads that do not divide hidden_size or are not a multiple of 4, and
     another rotation.
     """
@@ -50,7 +53,7 @@ def checked_theta(own: ConfigReader, known: Collection[str], acts: Collection[st
     rope = own.part("rope_parameters") if "rope_parameters" in own.objects() else own
     if rope.text("rope_type", "axial") not in ("axial", "default"):  # transformers reads default as axial
         raise rope.refusal(f"{rope.shown('rope_type')} is not supported; supported is axial")
-    return rope.number("rope_theta", 10_000.0)
+    return rope.number("rope_theta", usual)
 
 
 def check_token(text: ConfigReader, **ids: int) -> None:

@@ -54,6 +54,8 @@ class AttentionSpec(NormedSpec, MixerSpec):
     head_dim: int
     window: int | None = None
     """Number of keys that a query attends to at most, itself included; None: all."""
+    whole_images: bool = False
+    """Whether tokens of an image that is not cut (`ImagePiece.whole`) attend to all of its tokens, those after them too."""
     input_size: int | None = None
     """Width of the input of q, k and v if it is not the normed residual stream [H]; None: it is."""
     qkv_bias: bool = False
@@ -268,13 +270,19 @@ class AttentionSpec(NormedSpec, MixerSpec):
         kv, batch, turn = LayerKV.of(kept.pages), pass_.of_group(kept.group), (self.rotation, self.head_dim)
         rope = pass_.once(turn, lambda: rope_of(batch.rope_positions, pass_.tables[turn], self.rotation, pass_.dtype))
         plan = pass_.once(
-            ("plan", self.window, self.num_heads, kv.layout, kept.group),
-            lambda: plan_attention(batch, kv, num_heads=self.num_heads, **narrowed(self.window, pass_.window, pass_.sink)),
+            ("plan", self.window, self.whole_images, self.num_heads, kv.layout, kept.group),
+            lambda: plan_attention(
+                self._seen(batch), kv, num_heads=self.num_heads, **narrowed(self.window, pass_.window, pass_.sink)
+            ),
         )
         return rope, batch.slot_mapping, plan
 
     def plan(self, batch: FlatBatch, pages: LayerPages, *, window: int | None, sink: int) -> AttentionPlan:
-        return plan_attention(batch, LayerKV.of(pages), num_heads=self.num_heads, window=window, sink=sink)
+        return plan_attention(self._seen(batch), LayerKV.of(pages), num_heads=self.num_heads, window=window, sink=sink)
+
+    def _seen(self, batch: FlatBatch) -> FlatBatch:
+        """The batch with the last keys that this layer's queries attend to."""
+        return batch if self.whole_images or batch.last_keys is None else replace(batch, last_keys=None)
 
     def store(self, pages: LayerPages, rope: Rope, slots: Tensor) -> PagedStore:
         return PagedStore(rope=rope, slot_mapping=slots, kv=LayerKV.of(pages))

@@ -80,6 +80,7 @@ def plan_flash(batch: FlatBatch, kv: KeysAndValues, *, num_heads: int, window: i
     """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
     # FlashInfer comes last: its import takes a second or two. A dry run can skip torch's attention, but not FlashInfer's.
     layout, short = kv.layout, batch.host is None or max(batch.host.kv_len) <= SHORT
+    short = short or batch.last_keys is not None
     if short or is_dry() or not _flashinfer_compiles(kv.pages.device, layout.dtype, layout.head_dim, window is not None):
         return VarlenPlan(batch, kv, window=window)
     return FlashPlan(batch, kv, num_heads=num_heads, window=window)
@@ -105,8 +106,9 @@ def _flashinfer_compiles(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 class VarlenPlan:
-    """torch's FlashAttention 2, or `ragged_prefill` for larger heads, over concatenated rows of any length. Before torch 2.12 the
-    public function of the former does not support grouped K/V heads, so the internal operator is called.
+    """torch's FlashAttention 2, or `ragged_prefill` for larger heads and for images whose tokens attend to each other, over
+    concatenated rows of any length. Before torch 2.12 the public function of the former does not support grouped K/V heads, so
+    the internal operator is called.
 
     It reads lengths on the device and bounds on the host: with `max_keys` a CUDA graph can hold it. Its output for padding after
     the last row is undefined.
@@ -117,7 +119,7 @@ class VarlenPlan:
         assert num_keys is not None
         self._key_slots = _key_slots(batch, num_keys, kv.layout.page_size)
         self._cu_seqlens_q, self._cu_seqlens_k = batch.cu_seqlens_q, F.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
-        self._longest = batch.max_q, batch.max_kv
+        self._longest, self._last_keys = (batch.max_q, batch.max_kv), batch.last_keys
         self._window = -1 if window is None else window - 1
 
     def attend(
@@ -126,11 +128,11 @@ class VarlenPlan:
         """As `AttentionPlan.attend`; only for the positions of the batch."""
         assert positions is None
         k, v = kv.read_slots(self._key_slots)
-        if kv.layout.head_dim > _FLASH_HEAD_DIM:
+        if kv.layout.head_dim > _FLASH_HEAD_DIM or self._last_keys is not None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             ragged_prefill(
                 q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, scale=scale, max_q=self._longest[0], out=out,
-                window=self._window + 1, sink_logits=sink_logits,
+                window=self._window + 1, sink_logits=sink_logits, last_keys=self._last_keys,
             )
             return out
         attended: Tensor

@@ -197,11 +197,11 @@ class Sight:
     def __init__(self, batch: FlatBatch, window: int | None, sink: int, dtype: torch.dtype) -> None:
         self._batch, self._window, self._sink, self._dtype = batch, window, sink, dtype
         self._ancestors = None if batch.tree is None else batch.tree.within(window, batch)
-        self.narrow = window is not None or batch.tree is not None
+        self.narrow = window is not None or batch.tree is not None or batch.last_keys is not None
 
     def mask(self, keys: Tensor, positions: Tensor, q_ids: Tensor) -> Tensor:
         """0 where query q_ids at `positions` attends to the key, -inf elsewhere; the three arguments broadcast."""
-        hidden = keys > positions
+        hidden = keys > (positions if self._batch.last_keys is None else self._batch.last_keys[q_ids])
         if self._window is not None:
             hidden |= (keys <= positions - self._window) & (keys >= self._sink)
         if self._batch.tree is not None and self._ancestors is not None:

@@ -20,7 +20,7 @@ def attend(q: Tensor, kv: LayerKV, batch: FlatBatch, *, scale: float, window: in
     q       [T, NH, D]
     kv      the layer's pages, with the tokens' own K/V already written by `LayerKV.rope_write` or `LayerKV.write`: V is finite
             everywhere, and a key that was not finite is NaN in K; only queries that attend to such a key get NaN
-    window  a query at position p attends to keys p-window+1 .. p; None: 0 .. p
+    window  a query at position p attends to keys p-window+1 .. p; None: 0 .. p; `FlatBatch.last_keys` gives later last ones
     sink    with a window: also to keys 0 .. sink-1 (StreamingLLM, arXiv 2309.17453)
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
 
@@ -37,8 +37,9 @@ def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int
     If its layout is `ordered`, the plan is a batch-invariant one. Only drafts use a sink, and no output token depends on drafts.
     """
     if kv.layout.ordered and not sink:
+        assert batch.last_keys is None, "jobs with images are not batch-invariant (job/images.py)"
         return plan_ordered(batch, kv, num_heads=num_heads, window=window)
-    if kv.pages.is_cuda and fits_verify(batch, kv.layout.dtype):
+    if batch.last_keys is None and kv.pages.is_cuda and fits_verify(batch, kv.layout.dtype):
         return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
     if fits_flash(batch, kv, sink):
         return plan_flash(batch, kv, num_heads=num_heads, window=window)
