@@ -120,7 +120,7 @@ SHAPES["gemma4"] = {
     **DENSE, "hidden_size": 64, "num_hidden_layers": 4, "layer_types": MIXED, "sliding_window": 33,
     "use_bidirectional_attention": "vision",
 }
-SHAPES["gemma4_unified"] = SHAPES["gemma4"]
+SHAPES["gemma4_unified"] = {**SHAPES["gemma4"], "sliding_window": 90}
 SHAPES["gemma4_moe"] = {**SHAPES["gemma4"], **{key: own for key, own in EXPERTS.items() if key not in SHAPES["gemma4"]}}
 SHAPES["gemma4_small"] = {
     **LAYER_INPUTS, "hidden_size": 64, "sliding_window": 33, "pad_token_id": 7, "num_attention_heads": 4,

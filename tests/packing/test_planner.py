@@ -66,6 +66,13 @@ def on_gpu(
     )
 
 
+def test_passes_have_room_for_what_may_not_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a batch was made smaller than the key says, because memory ran out."""
+    assert on_gpu(max_num_batched_tokens=64).prefill_tokens == 64
+    monkeypatch.setattr(ModelSpec, "least_pass", property(lambda _: 280))
+    assert on_gpu(max_num_batched_tokens=64).prefill_tokens == 280
+
+
 def test_memory_is_kept_for_the_graphs_of_every_draft_length_that_is_tried() -> None:
     """A tree of 60 nodes does not have 61 of them."""
     assert max(len(candidates(max_len)) for max_len in range(1, 65)) == MOST_LENGTHS
