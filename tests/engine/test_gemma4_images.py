@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.batch.images import last_keys
+from batchspec.checkpoint.files import LocalFiles, stored_tensors
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
@@ -24,6 +25,7 @@ from batchspec.engine.slots import expected_pages
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.layer_inputs import LayerInputs
 from batchspec.model.target import Target
+from batchspec.model.weight_checks import check_tensors
 from batchspec.records import Request, SamplingParams
 from tests.engine.test_images import tokens
 from tests.helpers.engines import ForcedDrafter, packed
@@ -172,6 +174,29 @@ def test_a_shared_prefix_may_end_inside_an_image(models: Path) -> None:
         found = done[one.request_id].top_logprobs
         assert found is not None
         np.testing.assert_allclose(found[1], one.top_logprobs[1], atol=1e-9)
+
+
+@pytest.mark.second
+def test_a_tower_of_sounds_is_neither_loaded_nor_counted(tmp_path: Path) -> None:
+    """Files of E2B and E4B have one."""
+    audio = {
+        "model_type": "gemma4_audio", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24,
+        "subsampling_conv_channels": [8, 4],
+    }
+    folder = make_image_model(tmp_path / "model", "gemma4_small", seed=3, audio_config=audio)
+    names = stored_tensors(LocalFiles(folder))
+    assert sum("audio" in name for name in names) > 10
+    target = image_target(folder)
+    assert target.spec.vision is not None
+    own = target.spec.vision.own("", names)
+    assert not any("audio" in name for name in own)
+    check_tensors("", target.spec.vision, own)
+    requests = [image_request(0, target.spec, (3, A, 5), cap=6)]
+    (found,) = tokens(list(image_engine(target, NoDrafter(), ONE_SLOT).run(requests))).values()
+    sources = [piece.source for piece in requests[0].images]
+    expected = generated(theirs(folder), folder, requests[0].prompt_ids.tolist(), sources, 6)
+    assert found[: len(expected)] == expected
+    assert len(expected) == 6 or expected[-1] == PAD
 
 
 def test_images_that_see_ahead_are_cut_by_no_pass_and_others_are(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,9 +132,10 @@ SHAPES["qwen3_5_moe"] = SHAPES["qwen3_5"] | {
 
 def make_image_model(
     folder: Path, kind: str = "qwen3_5", *, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False,
-    max_len: int = 1024,
+    max_len: int = 1024, **config: Any,
 ) -> Path:
-    """A random model of this kind with its tokenizer, chat template and preprocessor_config.json. mtp: with an MTP layer."""
+    """A random model of this kind with its tokenizer, chat template and preprocessor_config.json. mtp: with an MTP layer; config:
+    more keys of config.json."""
     vision: dict[str, Any] = {
         **({} if kind == "gemma4_unified" else {"hidden_size": 24, "intermediate_size": 40}),
         "initializer_range": 0.2, "patch_size": 4, **VISION[kind],
@@ -152,7 +153,7 @@ def make_image_model(
         (folder / "processor_config.json").write_text(json.dumps({"patch_size": 4, "spatial_merge_size": 2, **names}))
     if kind in GEMMA4_KINDS:
         ids = {"image_token_id": PAD, "boi_token_id": 300, "eoi_token_id": 302, "video_token_id": 303, "audio_token_id": 304}
-    make_wrapped(folder, GEMMA4_KINDS.get(kind, kind), text, vision=vision, vocab=VOCAB, seed=seed, dtype=dtype, **ids)
+    make_wrapped(folder, GEMMA4_KINDS.get(kind, kind), text, vision=vision, vocab=VOCAB, seed=seed, dtype=dtype, **ids, **config)
     if mtp:
         found = published(mtp_tensors(text_config(folder), seed=seed + 1), text_config(folder))
         layer = {name: own.to(dtype) for name, own in found.items()}

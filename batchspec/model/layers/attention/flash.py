@@ -1,6 +1,6 @@
 """Prefill attention on a GPU: FlashInfer (FA3 on Hopper) for long rows, planned on the host, which knows all lengths; torch's own
 FlashAttention 2 for short rows, for passes of which the host knows only bounds, and if FlashInfer is not installed; a kernel of
-batchspec's for heads that neither supports."""
+batchspec's for heads that neither supports, and for passes with images whose tokens attend to each other."""
 
 from __future__ import annotations
 
