@@ -55,8 +55,8 @@ ONE_SLOT = replace(BATCH, num_slots=1, row_buckets=(1,))
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind in GEMMA4_KINDS:
-        make_image_model(folder / kind, kind, seed=3)
-    make_image_model(folder / "double", "gemma4", seed=3, dtype=torch.float64)
+        make_image_model(folder / kind, kind, seed=4)  # with 3, transformers in fp32 is 1e-3 from itself in fp64 at one token
+    make_image_model(folder / "double", "gemma4", seed=4, dtype=torch.float64)
     return folder
 
 

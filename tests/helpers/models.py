@@ -96,7 +96,7 @@ def _vary(model: torch.nn.Module) -> None:
         elif name.endswith(("norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
         elif name.endswith("position_embedding_table"):
-            torch.nn.init.normal_(parameter, std=0.5)
+            torch.nn.init.normal_(parameter, std=0.1)
         elif name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     for name, parameter in model.named_parameters():
