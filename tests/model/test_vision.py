@@ -252,6 +252,19 @@ def test_a_key_of_gemma4_that_changes_what_is_computed_is_refused(kind: str, key
     refused_key(tmp_path / "model", tmp_path, "", {}, said)
 
 
+@pytest.mark.parametrize(
+    ("part", "keys", "said"),
+    [
+        ("text_config", {"pad_token_id": -1}, "pad_token_id=-1 must be a token"),
+        ("text_config", {"pad_token_id": 320}, "pad_token_id=320 is outside"),
+        ("", {"boi_token_id": 999}, "boi_token_id=999 is outside"), ("", {"eoi_token_id": 320}, "eoi_token_id=320 is outside"),
+        ("", {"image_token_id": 320}, "image_token_id=320 is outside the vocabulary of 320 tokens"),
+    ],
+)  # fmt: skip
+def test_a_token_of_gemma4_that_does_not_exist_is_refused(part: str, keys: Any, said: str, tmp_path: Path) -> None:
+    refused_key(make_image_model(tmp_path / "model", "gemma4_small"), tmp_path, part, keys, said)
+
+
 def test_whether_images_are_cut_follows_from_the_language_model(tmp_path: Path) -> None:
     tower, unified = "gemma4", "gemma4_unified"
     for kind, key, most in ((tower, "vision", 70), (tower, None, 0), (tower, ..., 0), (unified, None, 0), (unified, ..., 70)):

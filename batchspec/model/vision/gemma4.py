@@ -151,9 +151,9 @@ def processor_of(
     CheckpointError, also for a token of images outside the vocabulary."""
     tokens, text = config.filled(_TOKENS), text.filled({"vocab_size": 262_144})
     ids = {key: tokens.integer(key) for key in _TOKENS}
-    check_token(text, **ids)
     if (pad := text.integer("pad_token_id", 0)) < 0:
         raise text.refusal(f"pad_token_id={pad} must be a token: layers read its inputs in the places of images; correct it")
+    check_token(text, **ids, pad_token_id=pad)
     return read_gemma4_processor(
         files.preprocessor, files.preprocessor_where, types=types, patch=own.integer("patch_size"),
         merge=own.integer("pooling_kernel_size"), placeholder=ids["image_token_id"], image_begin=ids["boi_token_id"],
