@@ -80,6 +80,9 @@ class TrainConfig:
     """Number of passes over the completions."""
     steps: int | None = key(None, low=1, advice="null uses train.epochs")
     """Number of batches in total, instead of epochs."""
+    minutes: float | None = key(None, low=ABOVE_0, advice="null has no limit")
+    """Most minutes of training, over all runs; loading, and measuring at the end, come on top. The learning rate then falls with
+    the time. null trains all batches."""
     batch_tokens: int = key(32768, low=8, advice="32768 is usual")
     """Maximum number of tokens of a batch, padding included. Completions of similar length form a batch."""
     max_len: int = key(2048, low=8, advice="2048 is usual")

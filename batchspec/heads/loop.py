@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,10 +26,14 @@ _POINTS = 200
 _LINE_S = 10.0
 
 
-def learning_rate(step: int, steps: int, highest: float) -> float:
-    """The learning rate of batch `step`, from 0: a linear rise over the first 2 % of the steps, then a linear fall to zero."""
+def learning_rate(step: int, steps: int, highest: float, spent: float = 0.0) -> float:
+    """The learning rate of batch `step`, from 0: a linear rise over the first 2 % of the steps, then a linear fall to zero.
+
+    spent  share of train.minutes that is over: rise and fall follow it where it is ahead of the steps
+    """
     warm = max(1, round(_WARM * steps))
-    return highest * min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+    rise, fall = max((step + 1) / warm, spent / _WARM), (steps - step) / max(1, steps - warm)
+    return highest * min(rise, fall, max(0.0, 1.0 - spent) / (1.0 - _WARM))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,9 +52,11 @@ class Course:
     folder: HeadFolder
     say: Callable[[str], None]
     curves: dict[str, list[dict[str, Any]]]
+    seconds: float = field(default=0.0, init=False)
+    """How long it has trained, earlier runs up to their last checkpoint included."""
 
     def run(self, asked: Callable[[], str | None]) -> Acceptance | None:
-        """Train to the end; returns the acceptance on the held-out rows, None without any.
+        """Train to the end, or until train.minutes are over; returns the acceptance on the held-out rows, None without any.
 
         asked  returns the name of the signal that asks to end, or None. After a signal the present batch is finished, a
                checkpoint is written and Interrupted is raised
@@ -59,7 +65,12 @@ class Course:
         first = self._resume(optimiser)
         total, done_tokens = len(self.batches), 0
         begun = said = saved = time.monotonic()
+        before = self.seconds
         for step in range(first, total):
+            if self._spent >= 1.0 and step:
+                self.say(f"train.minutes={self.config.minutes:g} are over after {step:,} of {total:,} batches")
+                total = step
+                break
             batch = [self.rows[i] for i in self.batches[step]]
             loss, matches = self._step(step, batch, optimiser)
             done_tokens += sum(len(row.ids) for row in batch)
@@ -69,6 +80,7 @@ class Course:
             if self.config.eval_steps and (step + 1) % self.config.eval_steps == 0 and step + 1 < total:
                 self.measure(step + 1)
             now = time.monotonic()
+            self.seconds = before + now - begun
             if now - said >= _LINE_S or step + 1 == total:
                 said = now
                 self._say_step(step, loss, matches, done_tokens / (now - begun), (now - begun) / (step + 1 - first))
@@ -89,11 +101,16 @@ class Course:
         narrow = self._on_gpu and self.teacher.target.dtype is torch.bfloat16
         return torch.autocast(self.teacher.target.device.type, dtype=torch.bfloat16, enabled=narrow)
 
+    @property
+    def _spent(self) -> float:
+        """The share of train.minutes that is over; 0 without a limit."""
+        return 0.0 if self.config.minutes is None else self.seconds / (60.0 * self.config.minutes)
+
     def _step(self, step: int, batch: Sequence[Row], optimiser: Optimiser) -> tuple[Tensor, Tensor]:
         data = self.teacher.training_batch(batch)
         with self._cast():
             loss, matches = self.network.loss(data, self.config, step)
-        optimiser.step(loss, learning_rate(step, len(self.batches), self.lr), self.config.clip)
+        optimiser.step(loss, learning_rate(step, len(self.batches), self.lr, self._spent), self.config.clip)
         return loss.detach(), matches
 
     def measure(self, step: int) -> Acceptance | None:
@@ -123,6 +140,7 @@ class Course:
     def _state(self, step: int, optimiser: Optimiser) -> dict[str, Any]:
         return {
             "step": step, "network": self.network.state_dict(), "optimiser": optimiser.state_dict(), "curves": self.curves,
+            "seconds": self.seconds,
         }
 
     def _resume(self, optimiser: Optimiser) -> int:
@@ -132,6 +150,6 @@ class Course:
             return 0
         self.network.load_state_dict(state["network"])
         optimiser.load_state_dict(state["optimiser"])
-        self.curves = state["curves"]
+        self.curves, self.seconds = state["curves"], state["seconds"]
         self.say(f"continuing after {state['step']:,} of {len(self.batches):,} batches")
         return int(state["step"])

@@ -276,3 +276,11 @@ def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
     assert rates[19:] == sorted(rates[19:], reverse=True)
     assert rates[-1] == pytest.approx(2e-3 / 980)
     assert rates[510] == pytest.approx(1e-3)
+
+
+def test_the_learning_rate_follows_the_time_where_that_is_ahead() -> None:
+    assert learning_rate(0, 1000, 1.0, 0.02) == pytest.approx(1.0)
+    assert learning_rate(100, 1000, 1.0, 0.51) == pytest.approx(0.5)
+    assert learning_rate(900, 1000, 1.0, 0.1) == learning_rate(900, 1000, 1.0)
+    assert learning_rate(100, 1000, 1.0, 1.0) == 0.0
+    assert learning_rate(100, 1000, 1.0, 1.5) == 0.0

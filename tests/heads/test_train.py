@@ -127,6 +127,26 @@ KINDS = [
 ]
 
 
+def test_a_training_ends_after_its_minutes_over_all_of_its_runs(made: Path, tmp_path: Path, capfd: Any) -> None:
+    assert train(made, tmp_path / "a", "train.minutes=1e-7") == 0
+    assert "train.minutes=1e-07 are over after 1 of 40 batches" in capfd.readouterr().err
+    assert record(tmp_path / "a")["complete"] is True
+    assert [point["step"] for point in record(tmp_path / "a")["acceptance"]] == [1]
+    words, before = ["train.save_s=0", "train.minutes=60"], HeadFolder.save_state
+    with pytest.MonkeyPatch.context() as patch:
+
+        def killed(self: HeadFolder, state: dict[str, Any]) -> None:
+            before(self, {**state, "seconds": 3600.0 + state["seconds"]})
+            raise KeyboardInterrupt
+
+        patch.setattr(HeadFolder, "save_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(made, tmp_path / "b", *words)
+    assert torch.load(tmp_path / "b" / "checkpoint.pt", weights_only=True)["seconds"] > 3600.0
+    assert train(made, tmp_path / "b", *words) == 0
+    assert "train.minutes=60 are over after 1 of 40 batches" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 def test_a_killed_training_resumes_to_the_same_head_and_the_same_curves(
     made: Path, tmp_path: Path, capfd: Any, kind: list[str]
