@@ -41,7 +41,10 @@ _OF_FILES = dict.fromkeys(
 _OF_OUTPUT = dict.fromkeys(
     ("output.overwrite", "output.push_to_hub", "output.push_private", "output.push_overwrite", "output.license", "resume"),
     "nothing is written without output.dir",
-) | {"input.num_workers": "without output.dir it prepares rows in its own process"}
+) | {
+    "input.num_workers": "without output.dir it prepares rows in its own process",
+    "draft.train": "without output.dir it trains no head; give one, draft=eagle3 draft.path=HEAD",
+}
 _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from batchspec.commands.plan_text import Plan
 from batchspec.job.load.memory import weight_bytes
+from batchspec.job.runner.head.planned import PlannedHead
 from batchspec.model.dtype import dtype_name
 
 
@@ -58,7 +59,16 @@ def _shape(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
         "round_s": ahead.round_s,
         "prefill_s": ahead.prefill_s,
         "decode_s": ahead.decode_s,
+        **_head(plan.head),
         **({} if plan.job.spec.vision is None else {"encoder_s": plan.images.encoder_s, "image_worker_s": plan.images.worker_s}),
         "tok_s": tokens / seconds,
         "left_s": seconds * (1 - found["rows"] / found["rows_total"]),
     }
+
+
+def _head(head: PlannedHead | None) -> dict[str, Any]:
+    """Of a job that trains a head for its model: whether it will draft with one, and how long decoding takes then."""
+    if head is None:
+        return {}
+    made = head.prospect
+    return {"head_pays": made is not None and made.pays, "head_decode_s": None if made is None else made.with_s}

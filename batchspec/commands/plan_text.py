@@ -10,10 +10,11 @@ import numpy as np
 
 from batchspec.commands.card_text import about, fp8_weights, launches, paths
 from batchspec.commands.plan_output import FoundOutput
-from batchspec.console.text import MESSAGE_CHARS, bytes_text, counted, one_line
+from batchspec.console.text import MESSAGE_CHARS, bytes_text, counted, duration, one_line
 from batchspec.errors import BatchspecError, TooManyErrors
 from batchspec.job.load.memory import automata_bytes, padded_prefill_bytes
 from batchspec.job.prepare import Job, notes
+from batchspec.job.runner.head.planned import PlannedHead
 from batchspec.kernels.common.card import assumed
 from batchspec.model.dtype import dtype_name
 from batchspec.model.quant.fp8 import Fp8
@@ -50,6 +51,8 @@ class Plan:
     """Times of the images of all rows."""
     layouts: Sequence[GpuLayout] = ()
     """Ways to divide the GPUs of this machine, if it has several."""
+    head: PlannedHead | None = None
+    """Of a job that trains a head for its model."""
     output: FoundOutput | None = None
     """What a run would find in output.dir; None: there is none, or it holds a job and `lacks_gpu`."""
     card: KnownCard | None = None
@@ -131,8 +134,8 @@ class Plan:
     def _encoder(self) -> str:
         images, num = self.images, self.images.num_processes
         return (
-            f"{_duration(images.encoder_s)}; meanwhile {num} process{'es' * (num > 1)} decode and resize them, "
-            f"{_duration(images.worker_s / num)}"
+            f"{duration(images.encoder_s)}; meanwhile {num} process{'es' * (num > 1)} decode and resize them, "
+            f"{duration(images.worker_s / num)}"
         )
 
     def _thinking(self) -> list[str]:
@@ -210,10 +213,10 @@ class Plan:
             *_lines(line for own in about for line in own.memory),
             self._memory(batch, pages_bytes, row_tensor_bytes(batch, spec, job.dtype, layers)),
             *self._rounds(ahead),
-            f"prefill      {_duration(ahead.prefill_s)}",
+            f"prefill      {duration(ahead.prefill_s)}",
             *([] if spec.vision is None else [f"encoder      {self._encoder()}"]),
             *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
-            f"together     {_duration(total_s)}, {tokens:,.0f} {self._task.tokens} tokens, {tokens / total_s:,.0f} tok/s",
+            f"together     {duration(total_s)}, {tokens:,.0f} {self._task.tokens} tokens, {tokens / total_s:,.0f} tok/s",
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
             *(["computed     not measured: slots, memory and times follow from the card's sizes and rates"] if self.card else []),
         ]
@@ -234,16 +237,17 @@ class Plan:
         return [f"card         {about(self.card)}", f"paths        {'; '.join(ways)}"]
 
     def _drafter(self) -> list[str]:
-        """What draft=auto took, and why."""
+        """What draft=auto took, and why; and the head that the job trains."""
         name, why = self.job.config.draft.name, self.job.why_drafter
-        return [f"drafter      {name}, taken by draft=auto: {why}"] if why else []
+        lines = [f"drafter      {name}, taken by draft=auto: {why}"] if why else []
+        return lines if self.head is None else [*lines, f"head         {one_line(self.head.line, MESSAGE_CHARS)}"]
 
     def _rounds(self, ahead: Forecast) -> list[str]:
         if not self._task.decodes:
             return [f"rounds       none: {self._task.what}, nothing is decoded"]
         return [
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, the last ones with fewer rows shorter, "
-            f"{_duration(ahead.decode_s)}; a full one reads {bytes_text(ahead.weights_read_bytes)} of weights and "
+            f"{duration(ahead.decode_s)}; a full one reads {bytes_text(ahead.weights_read_bytes)} of weights and "
             f"{bytes_text(ahead.kv_read_bytes)} of K/V"
             + f", and reads and writes {bytes_text(ahead.state_bytes / 2)} of states" * bool(ahead.state_bytes)
         ]
@@ -294,7 +298,7 @@ class Plan:
             if layout.seconds is None or layout.batch is None:
                 lines.append(f"{name}: {layout.reason}")
             else:
-                lines.append(f"{name}: {_duration(layout.seconds)}, {counted(layout.batch.num_slots, 'slot')} a copy")
+                lines.append(f"{name}: {duration(layout.seconds)}, {counted(layout.batch.num_slots, 'slot')} a copy")
         return lines
 
 
@@ -320,13 +324,6 @@ def histogram(lengths: Ids) -> list[str]:
         low, high, count = (1 << power >> 1) + 1, 1 << power, int(counts[power])
         lines.append(f"  {low if power else 1:>9,} .. {high:>9,} {count:>9,} {'#' * -(-BAR * count // most)}")
     return lines
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def _lines(pairs: Iterable[tuple[str, str]]) -> list[str]:

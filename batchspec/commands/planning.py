@@ -17,6 +17,7 @@ from batchspec.job.load.memory import check_memory, forecast_of, plan_batch
 from batchspec.job.load.short_jobs import drafting_if_it_pays
 from batchspec.job.prepare import SURVEY_ROWS, Job, open_job, survey_first
 from batchspec.job.report.push import check_push_key
+from batchspec.job.runner.head.planned import planned_head
 from batchspec.kernels.common.card import Card, assumed, assumed_card
 from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
@@ -114,7 +115,10 @@ def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | 
     if workers == AUTO:
         workers = num_gpus if ranks == AUTO else max(1, num_gpus // ranks)
     images = image_times(job.spec.vision, survey, job.source.num_rows, rates, workers)
-    return replace(made, rates=rates, batch=batch, forecast=forecast_of(job, batch, demand, rates), images=images, layouts=found)
+    return replace(
+        made, rates=rates, batch=batch, forecast=forecast_of(job, batch, demand, rates), images=images, layouts=found,
+        head=planned_head(job, first, demand, rates),
+    )
 
 
 def first_demand(job: Job, survey: Survey) -> Demand:

@@ -178,6 +178,8 @@ def _speed(stats: JobStats) -> str:
         facts["reasoning tokens"] = f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts truncated"
     if stats.speed is not None:
         facts["speed"] = f"{stats.speed.tok_s:,.1f} tok/s: {stats.speed.counts}, start-up and interrupted runs left out"
+    if stats.trained_head is not None and (line := stats.trained_head.line()):
+        facts["trained head"] = line
     return "\n".join(terminal.facts(facts))
 
 

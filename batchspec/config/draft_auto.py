@@ -41,13 +41,30 @@ def with_drafter(config: RunConfig, *, has_mtp: bool) -> tuple[RunConfig, str]:
 
 
 def without_drafts(config: RunConfig) -> RunConfig | None:
-    """The configuration with draft=none in place of the drafter that draft=auto took; None if the user set a key of `draft`.
+    """The configuration with draft=none in place of the drafter that draft=auto took; None if the user set a key of `draft`. Keys
+    of draft.train stay.
 
     config  as `with_drafter` returns it
     """
-    if config.draft != _with_usual_keys(DraftConfig(name=config.draft.name)):
+    own = config.draft.train
+    if config.draft != _with_usual_keys(DraftConfig(name=config.draft.name, train=own)):
         return None
-    return replace(config, draft=_with_usual_keys(DraftConfig(name="none")))
+    return replace(config, draft=_with_usual_keys(DraftConfig(name="none", train=own)))
+
+
+def with_head(config: RunConfig, path: str | None) -> RunConfig:
+    """The configuration that drafts with a head of draft.train.kind, in place of the drafter that it has before.
+
+    config  as `with_drafter` returns it
+    path    folder of the head; None: there is none yet, for a forecast
+    """
+    draft = config.draft
+    assert draft.train.kind is not None
+    usual = _with_usual_keys(DraftConfig(name=draft.name)).num_speculative_tokens
+    return replace(config, draft=_with_usual_keys(DraftConfig(
+        name=draft.train.kind, path=path, adaptive=draft.adaptive, lengths=draft.lengths,
+        num_speculative_tokens=None if draft.num_speculative_tokens == usual else draft.num_speculative_tokens,
+    )))
 
 
 def _with_usual_keys(draft: DraftConfig) -> DraftConfig:

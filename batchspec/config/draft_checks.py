@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from batchspec.config.draft_schema import MAX_TREE_NODES, MAX_TREE_PLACES, DraftConfig
+from batchspec.config.draft_schema import MAX_TREE_NODES, MAX_TREE_PLACES, MOST_AHEAD, DraftConfig
 from batchspec.config.drafters import DRAFTERS
 from batchspec.config.key import value_of
-from batchspec.config.no_effect import refuse_unread_by_drafter
+from batchspec.config.no_effect import refuse_given, refuse_unread_by_drafter
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
+
+WITH_HEADS = ("eagle3", "block", "hybrid")
 
 
 def check_draft(config: RunConfig) -> None:
@@ -27,8 +29,42 @@ def check_draft(config: RunConfig) -> None:
             f"draft.prompt_lookup_max={draft.prompt_lookup_max}; swap them"
         )
     _tree(config)
+    _train(config)
     if draft.synthetic is not None:
         _synthetic(draft, draft.synthetic)
+
+
+def _train(config: RunConfig) -> None:
+    """The keys of a head that the job trains for itself. What depends on the model is checked once that is known."""
+    draft, own = config.draft, config.draft.train
+    if own.kind is None:
+        keys = [f"draft.train.{name}" for name in ("minutes", "tokens", "store")]
+        refuse_given(config, keys, "has no effect without draft.train.kind; choose draft=trained or remove the key")
+        return
+    said = f"draft.train.kind={own.kind}"
+    if draft.name in WITH_HEADS:
+        raise ConfigError(f"{said} with draft={draft.name}, which has a head already; choose draft=trained or remove the key")
+    if config.model.load_format == "dummy":
+        raise ConfigError(f"{said} with model.load_format=dummy: random weights are not trained for; remove one")
+    if config.model.adapter is not None or config.model.adapters:
+        raise ConfigError(
+            f"{said} with LoRA adapters is not supported: a training reads the model without them; merge the adapter into the "
+            "checkpoint, or choose another drafter"
+        )
+    if config.cluster.tensor_parallel != 1:
+        raise ConfigError(
+            f"{said} with cluster.tensor_parallel={config.cluster.tensor_parallel} is not supported: a head is trained on one "
+            "GPU; choose another drafter"
+        )
+    if draft.synthetic is not None:
+        raise ConfigError(f"{said} with draft.synthetic: accepted tokens are made up, whatever the head; remove one")
+    if own.kind == "block" and (draft.num_speculative_tokens or 0) > MOST_AHEAD:
+        raise ConfigError(
+            f"{said} with draft.num_speculative_tokens={draft.num_speculative_tokens}: a block has at most {MOST_AHEAD} tokens; "
+            "lower it"
+        )
+    if "://" in (own.store or ""):
+        raise ConfigError(f"draft.train.store={own.store}: heads are kept in a local folder; name one")
 
 
 def _synthetic(draft: DraftConfig, rates: list[float]) -> None:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchspec.config.drafters import DRAFTERS
-from batchspec.config.key import key
+from batchspec.config.key import ABOVE_0, key
 
 MAX_TREE_NODES, MAX_TREE_PLACES = 63, 64
 """Maximum number of tree nodes that a round verifies per request besides the newest token, and of positions while a tree is
 grown: attention masks of trees have 64 bits."""
+MOST_AHEAD = 16
+"""Maximum number of draft steps that a training trains, and so the largest block of a head."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +27,21 @@ class TreeConfig:
     )
     """Maximum number of tree nodes that a round verifies per request, the newest token not counted. null is 60, or all nodes
     that are grown if they are fewer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnHeadConfig:
+    kind: str | None = key(None, choices=("eagle3", "block"))
+    """The head that a job trains for its model on its own first answers, and then drafts with. `draft=trained` is eagle3; block
+    is a DSpark head. null trains none. A head of the same model that an earlier job trained is used at once."""
+    minutes: float = key(20.0, low=ABOVE_0, advice="20 is usual")
+    """Most minutes that the head trains, on the GPU of the run, which decodes nothing meanwhile. A job trains none if it is
+    predicted to end sooner without (`batchspec plan`)."""
+    tokens: int = key(4_000_000, low=1_000, advice="4000000 is usual", advanced=True)
+    """Tokens of answers that a run decodes before it trains a head on them."""
+    store: str | None = key(None, path=True, advanced=True)
+    """Local folder of the heads, each below the identity of its model: jobs and tasks that name it share them. null is `heads` in
+    batchspec's cache folder ($BATCHSPEC_CACHE)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +92,7 @@ class DraftConfig:
     parallel: Any = key("auto", form="auto, true, false", advanced=True)
     """Whether all K draft tokens come from one forward pass. auto is true if the head or draft model was trained for it."""
     tree: TreeConfig = field(default_factory=TreeConfig)
+    train: OwnHeadConfig = field(default_factory=OwnHeadConfig)
     window: int | None = key(None, low=1, advice="null reads all keys", advanced=True)
     """Number of newest keys that the drafter's attention reads. null is all of them; draft=window needs a number."""
     sink_tokens: int | None = key(None, low=0, advice="4 works well with a window", advanced=True)

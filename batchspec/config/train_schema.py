@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.draft_schema import MOST_AHEAD, DraftConfig
 from batchspec.config.drafters import DRAFTERS
 from batchspec.config.key import ABOVE_0, Key, declared_keys, key
 from batchspec.config.no_effect import refuse_given
@@ -55,7 +55,7 @@ class TrainConfig:
     """Id of the mask token of a head that drafts all tokens in one pass. null is the highest id that occurs in no completion."""
     prompts: bool = False
     """Train on the tokens of the prompts too, not of the completions alone."""
-    ahead: int = key(6, low=1, high=16, advice="6 is usual")
+    ahead: int = key(6, low=1, high=MOST_AHEAD, advice="6 is usual")
     """Number of draft steps that are trained. It should be at least the K that jobs will draft with. A chain, of a head or of an
     MTP layer, trains each step on its own hidden states of the step before (test-time training), a parallel head trains each
     after one more mask. For draft=block it is the size of a block, and jobs cannot draft more."""

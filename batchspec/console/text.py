@@ -49,6 +49,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def duration(seconds: float) -> str:
+    """1.5 s, 12 min, 3.4 h."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
 def listed(counts: Mapping[str, int]) -> str:
     """1,000 ok, 2 error; empty without any."""
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())

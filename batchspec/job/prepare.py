@@ -268,6 +268,11 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     spec = spec.quantised(config.model.quantize)
     device = choose_device(config.device if on_this_machine else "cpu")
     spec = with_vision(config, spec, model)
+    if config.draft.train.kind is not None and spec.vision is not None:
+        raise ConfigError(
+            f"draft.train.kind={config.draft.train.kind} in a job with images is not supported: a training reads none; choose "
+            "another drafter, or leave the images out (input.columns.images, model.vision)"
+        )
     config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     if config.cache.dtype == "fp8":

@@ -6,6 +6,7 @@ admit   survey_first        the first rows become requests; the others do while 
 plan    heartbeat.begin     the first file in the output folder                                  data/runstate/heartbeat_writer.py
         run.job_to_load     the job with what earlier runs kept: K/V scales, sums of the weights runner/job_run.py
         drafting_of         no drafts in a job that is too short for them                        load/short_jobs.py
+        interlude_of        with the head that the job, or an earlier one, trained for its model runner/head/own_head.py
         EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out             runner/oom_fallback.py
         run.begin           the manifest: from here on the folder is a job                       runner/job_run.py
 decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once    runner/run_shards.py
@@ -37,6 +38,8 @@ from batchspec.job.report.start_up import StartUp
 from batchspec.job.report.summary import RunSummary
 from batchspec.job.runner.checked_run import checked_run
 from batchspec.job.runner.conclude import conclude
+from batchspec.job.runner.head.own_head import interlude_of
+from batchspec.job.runner.interlude import Interlude
 from batchspec.job.runner.job_run import FoundRun
 from batchspec.job.runner.oom_fallback import EngineWithFallback, LoadEngine
 from batchspec.job.runner.run_shards import ShardRunner
@@ -111,27 +114,29 @@ def decode_missing(
             closing(workers_of(job, run.folder.attempt)) as work,
         ):
             signals.interrupt("while the model was loaded")
+            interlude, job = interlude_of(job, survey, progress, run.saved, run.folder.heartbeats())
             engines = EngineWithFallback(job, survey, progress, load)
             start_up.done("engine")
             start_up_s = start_up.reached_s - surveyed_s
             begun = run.begin(job, engines, progress)
             heartbeat.begin(progress.facts, slots=engines.current.batch.num_slots)
             try:
-                ShardRunner(begun, work, engines, survey, progress, watchdog or Watchdog(0.0), signals).run()
+                ShardRunner(begun, work, engines, survey, progress, watchdog or Watchdog(0.0), signals, interlude).run()
             except TooManyErrors:
                 if run.folder.missing():
                     raise  # otherwise the job is complete: `conclude` writes card and report, and raises it again
         seconds = time.perf_counter() - began - start_up_s
         engine = engines.current
         report_speed(
-            run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, drafter=job.config.draft.name,
-            counts=job.admission.task.counts, calibration=engine.calibration(),
+            run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s,
+            drafter=engines.loaded.job.config.draft.name, counts=job.admission.task.counts, calibration=engine.calibration(),
+            interlude=interlude,
         )
 
 
 def report_speed(
     folder: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float, drafter: str,
-    counts: str, calibration: Mapping[int, tuple[int, int, float]],
+    counts: str, calibration: Mapping[int, tuple[int, int, float]], interlude: Interlude,
 ) -> None:
     """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
@@ -148,8 +153,9 @@ def report_speed(
         drafter=drafter,
         calibration=calibration,
     )
-    for line in summary.lines():
-        terminal.say(line)
+    for line in (*summary.lines(), interlude.line()):
+        if line:
+            terminal.say(line)
     if start_up.over:
         terminal.say(start_up.line())
-    folder.log_run({**summary.facts(), "start_up": start_up.facts()})
+    folder.log_run({**summary.facts(), "start_up": start_up.facts(), **interlude.facts()})

@@ -30,6 +30,7 @@ NOT_HERE = {
     "output.push_private": "each call returns its rows and writes nothing",
     "output.push_overwrite": "each call returns its rows and writes nothing",
     "output.license": "each call returns its rows and writes nothing",
+    "draft.train": "it trains no head; give one, draft=eagle3 draft.path=HEAD",
     "resume": "nothing is stored that could be resumed",
     "cluster": "it computes with one copy of the model",
 }

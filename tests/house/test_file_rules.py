@@ -47,6 +47,7 @@ PARQUET = {
     "data.dataset.files": "remote files, which are open already",
     "data.runstate.footers": "a buffer",
     "data.runstate.output_folder": "a buffer",
+    "job.runner.head.store": "a buffer",
 }
 BUFFERS = {"data.dataset.partitions": "names of folders, as a text"}
 GLOBS = {

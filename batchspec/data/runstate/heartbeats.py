@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from batchspec.data.runstate.claims import this_process
+from batchspec.data.runstate.claims import owner_is_gone, this_process
 from batchspec.data.runstate.manifest import MANIFEST
 from batchspec.data.storage.store import Store
 from batchspec.errors import BatchspecError
@@ -26,6 +26,9 @@ FOLDER = "_batchspec/progress"
 BEAT_S = 10.0
 REMOTE_BEAT_S = 30.0
 """On S3: 120 PUTs an hour for each run."""
+SILENT_S = 300.0
+"""Seconds since its last heartbeat after which a run counts as ended for `others`: ten heartbeats on S3, or a clock that is
+minutes off."""
 READ_AT_ONCE = 16
 SAID_CHARS = 500
 """Maximum length of the message that a run ended with."""
@@ -158,6 +161,14 @@ class HeartbeatFiles:
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
             found = list(pool.map(self._read, names))
         return [run for run in found if run is not None], sum(run is None for run in found)
+
+    def others(self, now: float) -> list[RunHeartbeat]:
+        """The other runs that live, as far as this machine can tell. now: seconds since 1970"""
+        own = this_process()
+        return [
+            run for run in self.read()[0]
+            if run.attempt != self.attempt and not run.end and now - run.at < SILENT_S and not owner_is_gone(asdict(run), own)
+        ]
 
     def _read(self, name: str) -> RunHeartbeat | None:
         if name in self._ended:

@@ -8,6 +8,7 @@ While it runs:
   status.py         a job over all its runs
 Afterwards:
   stats.py          statistics of output and speculation
+  trained_head.py   what the head brought that the job trained
   acceptance.py     how drafts were accepted, for stats and the card
   quality.py        is the data good: lengths, empty answers, loops, distinct answers, random samples
   scores.py         scores of a model's labels

@@ -171,6 +171,8 @@ def _drafts(stats: JobStats) -> Iterator[str]:
             f"<p>Drafts ({html.line(stats.drafter)}): a round of the model gave a row {length} tokens instead of 1; {rate} of "
             "the draft tokens were accepted.</p>"
         )
+    if stats.trained_head is not None and (line := stats.trained_head.line()):
+        yield f"<p>The job trained a head for its model: {html.line(line, MESSAGE_CHARS)}.</p>"
 
 
 def _errors(stats: JobStats, errors: Mapping[str, Sequence[Failed]]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from batchspec.job.report.scores import Score, ScoreTally
 from batchspec.job.report.start_up import start_up_of
 from batchspec.job.report.summary import Calibration, Speed, calibration_of, speed_of
 from batchspec.job.report.texts import SHOWN_COLUMNS
+from batchspec.job.report.trained_head import TrainedHead, trained_head_of
 from batchspec.records import ANSWERED
 
 USAGE = {
@@ -87,6 +88,8 @@ class JobStats:
     """The output's columns and their types."""
     start_ups: tuple[dict[str, float], ...]
     """Of each run that has ended and had a token, in no order: seconds from the command to its first token, by phase."""
+    trained_head: TrainedHead | None
+    """What the head brought that the job trained for itself; None: it trained none."""
     calibration: tuple[Calibration, ...]
     """By the drafter's confidence, over the runs that have ended: how many drafts were expected to be accepted, and were."""
 
@@ -143,6 +146,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         by_column=drafts.by_group if by is not None else (),
         columns=type_names(schema),
         start_ups=tuple(filter(None, map(start_up_of, logs))),
+        trained_head=trained_head_of(logs),
         calibration=calibration_of(logs),
     )
 

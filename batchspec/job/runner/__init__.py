@@ -14,6 +14,7 @@ shard_work.py          admission before decoding, the output table after it
 shard_workers.py       the same in worker processes, with shards read ahead
 shard_worker.py        such a process, and what is sent between the processes
 oom_fallback.py        the run's engine, and a smaller one when memory runs out
+interlude.py           what a run does between two passes; head/: it trains a head, or changes to one
 run_monitor.py         what is reported after each round
 kv_scales.py           the scales of an FP8 K/V cache, the same for all runs of a job
 weight_sums.py         whether all runs of a job load the same weights

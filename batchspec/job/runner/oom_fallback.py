@@ -1,4 +1,4 @@
-"""The engine of a run, with one fallback: if memory runs out, a smaller batch takes over and the run continues."""
+"""The engine of a run. It may be replaced: by one with a smaller batch, once, if memory runs out; by one with another drafter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.load.memory import plan_batch
@@ -34,11 +35,13 @@ class EngineWithFallback:
     """
 
     loaded: LoadedEngine[Engine]
-    """The present engine; the larger one before it is gone when a smaller one is made."""
+    """The present engine; the one before it is gone when another one is made."""
 
     def __init__(self, job: Job, survey: Survey, progress: ProgressBar, load: LoadEngine = LoadedEngine.load) -> None:
         self._job, self._survey, self._progress, self._load = job, survey, progress, load
         self._shrunk = self._stopping = False
+        self._totals: EngineTotals | None = None
+        """Of the engines before the present one."""
         self._make()
 
     def stop(self) -> None:
@@ -59,11 +62,21 @@ class EngineWithFallback:
 
     def shrink(self, message: str) -> None:
         """Replace the engine, which ran out of memory, by one with a smaller batch. Its totals are kept."""
-        batch, totals = self.current.batch, self.current.totals
-        del self.loaded
+        batch = self.current.batch
+        self.unload()
         self._fall_back(batch, message)
         self._make()
-        self.current.totals = totals
+
+    def unload(self) -> None:
+        """Free the memory of the engine. `change` must follow, or the end of the run."""
+        self._totals = self.current.totals
+        del self.loaded
+        self._free()
+
+    def change(self, changed: Callable[[Job], Job]) -> None:
+        """Load the engine of the changed job, after `unload`. Totals are kept. Raises as the first load does."""
+        self._job = changed(self._job)
+        self._make()
 
     def adopt_kv_scales(self, scales: KVScales) -> None:
         """Use these scales in the present engine, which holds no K/V of a row yet, and in any later one."""
@@ -84,20 +97,25 @@ class EngineWithFallback:
                 "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again"
             )
         if guard.message:
-            gc.collect()
+            self._free()
             job = self._job
             demand = self._survey.demand(job.source.num_rows, job.admission.max_len, job.admission.task)
             self._fall_back(
                 plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)), guard.message
             )
             self._make()
-        elif self._stopping:
+            return
+        if self._totals is not None:
+            self.current.totals = self._totals
+        if self._stopping:
             self.current.stop()
 
-    def _fall_back(self, batch: PackedBatch, message: str) -> None:
-        gc.collect()  # tensors of the failed engine are held by reference cycles
+    def _free(self) -> None:
+        gc.collect()  # tensors of an engine are held by reference cycles
         if self._job.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _fall_back(self, batch: PackedBatch, message: str) -> None:
         shape = f"{batch.num_slots} slots, {batch.num_pages} pages, prefill passes of {batch.prefill_tokens} tokens"
         if self._shrunk or self._job.group is not None:  # other ranks of a group may be in an exchange
             raise CapacityError(

@@ -9,6 +9,7 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.start_up import LAST
 from batchspec.job.report.timeline import Timeline
+from batchspec.job.runner.interlude import Interlude
 from batchspec.job.supervise.deadline import Deadline
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import DecodedShard
@@ -51,12 +52,15 @@ class RunMonitor:
         claims: Claims | None = None,
         beat: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
+        interlude: Interlude | None = None,
     ) -> None:
         """
         totals    the engine's totals so far
         beat      called whenever the run makes progress
         deadline  checks every row before it begins
+        interlude told about rounds and rows; it may end the pass
         """
+        self._interlude = interlude or Interlude()
         self.deadline = deadline or Deadline(lambda: None, 0.0, keeps_tokens=True)
         self._progress, self._timeline, self._tokens_at_start = progress, timeline, totals.tokens
         self._before = totals.tokens, totals.accepted, totals.row_rounds
@@ -96,6 +100,7 @@ class RunMonitor:
         self._finished_tokens += num_tokens
         self._num_unreported += 1
         self.deadline.observe(completion)
+        self._interlude.finished(completion)
 
     def after_round(self, totals: EngineTotals) -> None:
         """Report how much the engine's running totals have grown since the last round."""
@@ -118,4 +123,5 @@ class RunMonitor:
             self._claims.renew()
         if self._timeline is not None:
             self._timeline.observe(totals, exhausted=self._feed is not None and self._feed.requests.ended)
+        self._interlude.after_round(totals)
         self._before = totals.tokens, totals.accepted, totals.row_rounds

@@ -16,6 +16,7 @@ from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.timeline import Timeline
 from batchspec.job.runner.commit_shards import ShardCommitter
 from batchspec.job.runner.decode_shards import decode_shards
+from batchspec.job.runner.interlude import Interlude
 from batchspec.job.runner.job_run import BegunRun, check_errors
 from batchspec.job.runner.oom_fallback import EngineWithFallback
 from batchspec.job.runner.run_monitor import RunMonitor
@@ -42,11 +43,12 @@ class ShardRunner:
     engines   the run's engine, and a smaller one once memory runs out
     watchdog  of this process; it expects loading at first
     signals   of this process; they ask this run to end
+    interlude what the run does between two passes
     """
 
     def __init__(
         self, run: BegunRun, work: ShardWork | ShardWorkers, engines: EngineWithFallback, survey: Survey,
-        progress: ProgressBar, watchdog: Watchdog, signals: EndSignals,
+        progress: ProgressBar, watchdog: Watchdog, signals: EndSignals, interlude: Interlude,
     ) -> None:
         self.job, self.folder, self.work_plan = run.job, run.folder, run.plan
         self.work, self.engines, self.progress, self._signals = work, engines, progress, signals
@@ -56,6 +58,7 @@ class ShardRunner:
         self._claims, self._attempts, self._journal = self.folder.claims(), self.folder.attempts(), self.folder.journal()
         self._watchdog, watchdog.save = watchdog, self._saved_by_watchdog
         self._deadline = job_deadline(self.job, engines)
+        self._interlude, interlude.stop_pass = interlude, lambda: engines.current.stop()
 
     def run(self) -> None:
         """Work until nothing is left for this run. However it ends, its claims are released.
@@ -107,7 +110,9 @@ class ShardRunner:
         self._settle()
         self._watchdog.begin_loading()  # until the first row begins
         totals, beat = self.engines.current.totals, self._watchdog.beat
-        monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
+        monitor = RunMonitor(
+            self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline, self._interlude
+        )
         claimed = ClaimedShards(
             self._claims, self._attempts, self._journal, self._journaled, self._deadline, is_done=self.folder.is_done,
             unread=self._all_shards - excluded - self._attempts.suspect_shards(),
@@ -130,8 +135,22 @@ class ShardRunner:
             self._watchdog.begin_loading()
             self.engines.shrink(guard.message)
             self._journaled = self._journal.read(self.folder.finished())
-        elif not (self.engines.stopping or self._deadline.reached):
+        elif self.engines.stopping or self._deadline.reached:
+            return
+        elif self._interlude.due and self.folder.missing():
+            self._pause_for_interlude()
+        else:
             check_all_read(claimed.unread, self.folder.num_shards)
+
+    def _pause_for_interlude(self) -> None:
+        """Leave everything as the end of this run would, so that other runs may go on with it; then begin anew."""
+        self._journal.flush(self.engines.current.unfinished())
+        self._settle()
+        self._attempts.clear()
+        self._claims.release()
+        self._watchdog.begin_loading()
+        self._interlude.run(self.engines, lambda: self._signals.name)
+        self._journaled = self._journal.read(self.folder.finished())
 
     def _settle(self) -> None:
         """Wait for the threads of a pass: after this only the caller's thread uses claims, attempts and what earlier runs saved.
@@ -171,7 +190,7 @@ class ShardRunner:
             skip=self._all_shards - claimed.unread,
         )
         suspects = attempts.suspect_shards() & self._all_shards - excluded
-        if suspects and not self.engines.stopping:
+        if suspects and not self.engines.current.stopping:
             self.progress.phase(f"a crashed or killed run held {counted(len(suspects), 'shard')}: their rows are retried apart")
             shards = claimed.suspect(partial(job.source.shards, job.layout), suspects)
             suspect_shards = SuspectShards(

@@ -1,0 +1,272 @@
+"""What a run does about the head that its job trains for itself. Killed at any moment, the next run finds out anew where it is:
+
+the store has a record      drafts with the head, or goes on without it, from the start
+it has rows, no record      trains on them, from the last checkpoint on, unless another run holds the claim
+it has nothing              gathers answers, takes the claim and trains; another run has it: decodes on, and looks again
+
+Tokens do not depend on any of this. A training or a head that does not pay, or fails, leaves the job as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from batchspec.console.text import duration
+from batchspec.data.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
+from batchspec.data.runstate.journal import Journaled
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.errors import CapacityError, CheckpointError, ConfigError, StorageError
+from batchspec.job.prepare import Job
+from batchspec.job.report.progress_bar import ProgressBar
+from batchspec.job.report.trained_head import TrainedHead
+from batchspec.job.runner.head import process
+from batchspec.job.runner.head.forecast import RELOAD_S, Prospect, batches_of, prospect, training_s, with_own_head
+from batchspec.job.runner.head.process import TakenOver, TrainingFailed, folder_of, settings
+from batchspec.job.runner.head.store import CLAIM, LOG, HeadRecord, stored_head
+from batchspec.job.runner.interlude import Interlude
+from batchspec.job.runner.oom_fallback import EngineWithFallback
+from batchspec.packing.planner import Demand
+from batchspec.packing.rates import device_rates
+from batchspec.packing.survey import Survey
+from batchspec.records import ANSWERED, Completion, Ids
+
+LOOK_S = 10.0
+"""Seconds between two looks at the store."""
+FEWEST_ROWS = 16
+"""Answers that a training needs besides their tokens: an eighth are held out."""
+MEASURED_ROUNDS = 4096
+"""Rounds of rows after which their acceptance counts as measured."""
+
+
+class OwnHead(Interlude):
+    """One run's part in the head of its job.
+
+    job  as it is to be loaded: with the head, once there is one that pays
+    """
+
+    def __init__(self, job: Job, survey: Survey, progress: ProgressBar, saved: Journaled, runs: HeartbeatFiles) -> None:
+        """
+        saved  rows of earlier runs, which count as gathered
+        runs   of the job
+        Raises ConfigError.
+        """
+        self.job, self._plain, self._survey, self._progress = job, job, survey, progress
+        self._own, self._stored = job.config.draft.train, stored_head(job)
+        self._claims, self._runs = self._stored.claims(runs.attempt), runs
+        self._rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
+        self._rows: list[tuple[Ids, Ids]] = []
+        self._num_tokens, self._look_at, self._is_open = 0, 0.0, True
+        self._part = TrainedHead()
+        self._phase = self._part.before
+        self._last: tuple[float, int, int, int] | None = None
+        for completion in saved.completions.values():
+            self.finished(completion)
+        try:
+            self._batches = batches_of(job, self._demand([]), self._rates)
+            if (record := self._stored.record()) is not None:
+                self._judge(record, cost_s=0.0)
+        except CapacityError as error:
+            self._give_up(f"there is no memory for a head: {error}")
+        except StorageError as error:
+            self._give_up(f"its store cannot be used: {error}")
+        self._set_phase()
+
+    def _set_phase(self) -> None:
+        """An engine was made, or will be: what its rounds are counted as."""
+        self._phase, self._last = self._part.after if self.uses_head else self._part.before, None
+
+    @property
+    def uses_head(self) -> bool:
+        return self.job is not self._plain
+
+    def finished(self, completion: Completion) -> None:
+        prompt, output = completion.prompt_ids, completion.token_ids
+        if not self._is_open or self._has_enough or completion.status not in ANSWERED or prompt is None or output is None:
+            return
+        if len(prompt) and len(output) > 1 and completion.image_digest is None:
+            self._rows.append((prompt, output))
+            self._num_tokens += len(output)
+
+    @property
+    def _has_enough(self) -> bool:
+        return self._num_tokens >= self._own.tokens and len(self._rows) >= FEWEST_ROWS
+
+    def after_round(self, totals: EngineTotals) -> None:
+        self._measure(totals)
+        if self._is_open and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            try:
+                self.due = self._looks()
+            except StorageError as error:
+                self._give_up(f"its store cannot be used: {error}")
+        if self.due:
+            self.stop_pass()
+
+    def _measure(self, totals: EngineTotals) -> None:
+        now, phase = time.monotonic(), self._phase
+        if self._last is not None:
+            then, tokens, row_rounds, accepted = self._last
+            phase.seconds += now - then
+            phase.tokens += totals.tokens - tokens
+            phase.row_rounds += totals.row_rounds - row_rounds
+            phase.accepted += totals.accepted - accepted
+        self._last = (now, totals.tokens, totals.row_rounds, totals.accepted)
+
+    def _looks(self) -> bool:
+        """Whether the pass is to end: to train, or to draft with the head that the store has."""
+        record = self._stored.record()
+        if record is None and (self._has_enough or self._stored.has_rows) and self._claims.take(CLAIM):
+            record = self._stored.record()  # the run that had the claim may have ended its training since
+            if record is None and self._would_pay():
+                self._is_open = False
+                return True
+            self._claims.release()
+        return record is not None and self._judge(record, cost_s=RELOAD_S)
+
+    def _would_pay(self) -> bool:
+        found = self._prospect(self._measured(), cost_s=training_s(self._own.minutes), others_decode=True)
+        if not found.pays:
+            self._give_up(
+                f"training a head does not pay: decoding the rest takes {duration(found.without_s)} without one, "
+                f"{duration(found.with_s)} with it"
+            )
+        return found.pays
+
+    def _measured(self) -> float | None:
+        """Drafts that a round accepts with the drafter before the head; None: too few rounds were measured."""
+        return self._part.before.mean_accepted if self._part.before.row_rounds >= MEASURED_ROUNDS else None
+
+    def _demand(self, others: Sequence[RunHeartbeat]) -> Demand:
+        """What is left of the job. others: the other runs that work on it"""
+        demand = self._survey.demand(self.job.source.num_rows, self.job.admission.max_len, self.job.admission.task)
+        left = self._progress.total - self._progress.done - sum(run.completions for run in others)
+        return replace(demand, num_completions=max(1, left))
+
+    def _prospect(
+        self, before: float | None, accepted: float | None = None, *, cost_s: float, others_decode: bool = False
+    ) -> Prospect:
+        others = self._runs.others(time.time())
+        return prospect(
+            self._plain, self._batches, self._demand(others), self._rates, before=before, accepted=accepted, cost_s=cost_s,
+            runs=1 + len(others), others_decode=others_decode,
+        )
+
+    def _judge(self, record: HeadRecord, *, cost_s: float) -> bool:
+        """Draft with the head of this record from now on, if it pays. Returns whether it does.
+
+        cost_s  seconds until it drafts
+        """
+        path = self._stored.path / record.head
+        if record.failed:
+            self._give_up(f"training a head failed: {record.failed}; delete {self._stored.path} to try again")
+            return False
+        before = self._measured()
+        if before is None and record.drafter == self._plain.config.draft.name:
+            before = record.before
+        try:
+            found = self._prospect(before, record.accepted, cost_s=cost_s)
+            job = with_own_head(self._plain, str(path))
+        except (ConfigError, CheckpointError) as error:
+            self._give_up(f"the head in {path} cannot be used: {error}")
+            return False
+        if not found.pays:
+            self._give_up(
+                f"the head in {path} does not pay: {found.accepted:.2f} drafts accepted a round, {found.before:.2f} without it; "
+                f"decoding the rest takes {duration(found.with_s)} with it, {duration(found.without_s)} without"
+            )
+            return False
+        self._is_open, self._rows, self.job = False, [], job
+        self._progress.phase(
+            f"draft=trained: going on with the head in {path}, which accepted {record.accepted:.2f} of {record.draft_len} drafts "
+            "of answers that were held out"
+        )
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self._is_open, self._rows, self.job = False, [], self._plain
+        self._progress.phase(f"draft=trained: {why}; the job goes on with draft={self._plain.config.draft.name}")
+
+    def run(self, engines: EngineWithFallback, asked: Callable[[], str | None]) -> None:
+        self.due = False
+        engines.unload()
+        try:
+            if not self.uses_head:
+                self._train(asked)
+        except TakenOver:
+            self._is_open = True
+        except StorageError as error:
+            self._give_up(f"its store cannot be used: {error}")
+        try:
+            engines.change(self._as_now)
+        except (CapacityError, CheckpointError, ConfigError) as error:
+            if not self.uses_head:
+                raise
+            self._give_up(f"its head cannot be used: {error}")
+            engines.change(self._as_now)
+        self._set_phase()
+
+    def _as_now(self, loaded: Job) -> Job:
+        """The job of the engines before, with the drafter that it has now."""
+        draft = replace(loaded.config, draft=self.job.config.draft)
+        return replace(loaded, config=draft, drafter=self.job.drafter, why_drafter=self.job.why_drafter)
+
+    def _train(self, asked: Callable[[], str | None]) -> None:
+        """Train, and judge the head. Raises Interrupted after a signal."""
+        stored, began, path = self._stored, time.monotonic(), self._plain.config.model.path
+        assert path is not None
+
+        def poll() -> str | None:
+            with suppress(StorageError):  # of one renewal; the next one may succeed
+                self._claims.renew()
+            if CLAIM not in self._claims.own:
+                raise TakenOver
+            return asked()
+
+        try:
+            if not stored.has_rows:
+                stored.put_rows(self._rows, self._plain.config.draft.name, self._part.before.mean_accepted)
+            gathered = stored.gathered()
+            keys = settings(self._plain, gathered.rows)
+            head = folder_of(keys)
+            record = HeadRecord(
+                head=head, drafter=gathered.drafter, before=gathered.before, tokens=gathered.tokens, seconds=0.0
+            )
+            self._progress.phase(
+                f"draft=trained: training a head on {gathered.tokens:,} tokens of answers for at most {self._own.minutes:g} "
+                f"minutes; {stored.path / LOG} has what it prints"
+            )
+            try:
+                process.train(
+                    keys, path, stored, head, minutes=self._own.minutes, say=self._progress.phase, poll=poll
+                )
+                if (found := stored.trained(head)) is None:
+                    raise TrainingFailed(f"{stored.path / head} does not tell how many drafts are accepted")
+                record = replace(record, accepted=found[0], draft_len=found[1])
+            except TrainingFailed as error:
+                record = replace(record, failed=str(error))
+            self._part.trained_s = round(time.monotonic() - began, 1)
+            stored.put_record(replace(record, seconds=self._part.trained_s))
+        finally:
+            with suppress(StorageError):  # of another error that is the one to report; the claim becomes stale by itself
+                self._claims.release()
+        self._judge(record, cost_s=0.0)
+
+    def facts(self) -> dict[str, Any]:
+        return self._part.facts()
+
+    def line(self) -> str:
+        return self._part.line()
+
+
+def interlude_of(
+    job: Job, survey: Survey, progress: ProgressBar, saved: Journaled, runs: HeartbeatFiles
+) -> tuple[Interlude, Job]:
+    """What a run does between its passes, and the job as it is to be loaded. Raises as `OwnHead`."""
+    if job.config.draft.train.kind is None:
+        return Interlude(), job
+    head = OwnHead(job, survey, progress, saved, runs)
+    return head, head.job

@@ -1,0 +1,41 @@
+"""What a run does between two passes over its shards, with no engine in memory. Most runs do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.job.runner.oom_fallback import EngineWithFallback
+from batchspec.records import Completion
+
+
+class Interlude:
+    """Nothing. A subclass ends a pass by `stop_pass`; then it is `due`."""
+
+    due = False
+    """Whether the present pass ends for it."""
+    stop_pass: Callable[[], None]
+    """Ends the present pass at the engine's next step: finished rows and the tokens of unfinished ones are saved, and the claims
+    of the run released."""
+
+    def finished(self, completion: Completion) -> None:
+        """A row has finished in the engine."""
+
+    def after_round(self, totals: EngineTotals) -> None:
+        """A round has ended; `totals` of the run."""
+
+    def run(self, engines: EngineWithFallback, asked: Callable[[], str | None]) -> None:
+        """Do it, and leave an engine in memory. Called if it is due.
+
+        asked  the name of the signal that asks the run to end, or None
+        Raises Interrupted after a signal, and what loading an engine raises.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """What the run's log says of it."""
+        return {}
+
+    def line(self) -> str:
+        """What the run says of it at its end; empty: nothing."""
+        return ""
