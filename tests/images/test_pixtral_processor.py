@@ -132,7 +132,8 @@ def test_sizes_of_lighton_are_whole_patches_or_whole_tokens(
     patch, merge = sides
     unit = patch * merge if tokens else patch
     own = of_lighton(patch, merge, patch_size=unit, size={"longest_edge": longest})
-    expected = get_resize_output_image_size(np.zeros((height, width, 1), np.uint8), (longest, longest), (unit, unit))
+    image = np.zeros((height, width, 1), np.uint8)
+    expected = get_resize_output_image_size(image, (longest, longest), (unit, unit), ChannelDimension.LAST)
     if min(expected) < patch * merge:
         with pytest.raises(BadImage, match=r"nothing is left of one side|pixels become .* and a token is"):
             own.fit(height, width)
