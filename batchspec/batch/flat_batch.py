@@ -79,7 +79,7 @@ class FlatBatch:
     """What tokens read whose next token is one of an image, for drafters that read the next token; None: there is none"""
     last_keys: Tensor | None = None
     """int32 [T] index of the last key that a token attends to, in layers where tokens of an image attend to each other
-    (`AttentionSpec.whole_images`): for these tokens that of the image's last one, else the token's own. None: all their own"""
+    (`whole_images`): for these tokens that of the image's last one, else the token's own. None: all their own"""
     more_groups: tuple[GroupPages, ...] = ()
     """For K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, which has the widest window."""
 
