@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from batchspec.checkpoint.files import ModelFiles, stored_tensors
+from batchspec.checkpoint.files import ModelFiles, StoredTensor, listed, stored_tensors
 from batchspec.config.no_effect import refuse_given
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import IMAGES, ColumnMap
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.images.header import pillow
-from batchspec.model.quant.plain import Plain
+from batchspec.model.layers.base import FLOATS
 from batchspec.model.spec import ModelSpec
 from batchspec.model.vision.registry import load_vision
 from batchspec.model.weight_checks import check_tensors
@@ -65,10 +66,7 @@ def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelS
     refused = {
         task_of(config).asked: not task_of(config).reads_images,
         f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
-        "cache.dtype=fp8": config.cache.dtype == "fp8",
         "decode.deterministic=true": config.decode.deterministic,
-        f"model.quantize={config.model.quantize}": config.model.quantize is not None,
-        "a model with quantised weights": not all(isinstance(own, Plain) for own in spec.formats.all),
     }
     if found := [name for name, is_asked in refused.items() if is_asked]:
         raise ConfigError(
@@ -86,5 +84,17 @@ def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelS
             "prefill pass; raise it, or lower input.max_pixels"
         )
     if config.model.load_format != "dummy":
-        check_tensors(files.where, vision, vision.own(files.where, stored_tensors(files)))
+        own = vision.own(files.where, stored_tensors(files))
+        _check_unquantised(files.where, own.values())
+        check_tensors(files.where, vision, own)
     return replace(spec, vision=vision)
+
+
+def _check_unquantised(where: str, own: Iterable[StoredTensor]) -> None:
+    """Raises CheckpointError for tensors of a vision encoder that hold quantised weights. The files tell: lists in
+    quantization_config may leave out modules that its tool never quantises."""
+    if found := [f"{tensor.name} ({tensor.dtype})" for tensor in own if tensor.dtype not in (*FLOATS, "I64", "BOOL")]:
+        raise CheckpointError(
+            f"{where}: the vision encoder is quantised, {listed(found, 1)}, and it is supported in {', '.join(FLOATS)}; use a "
+            "checkpoint that quantises the language model alone, or leave the images out"
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
+from batchspec.checkpoint.files import LocalFiles
+from batchspec.checkpoint.wrapped import is_of_text
 from batchspec.draft.base import Drafter
 from batchspec.images.decode import Rgb, decode
 from batchspec.images.header import read_header
 from batchspec.images.prepared_images import PreparedImages
 from batchspec.images.processor import Fit, ImageProcessor
-from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.vision.registry import load_vision
+from batchspec.model.weights import judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import ImagePiece, Request
 from tests.helpers.engines import request
+from tests.helpers.four_bit_models import PROJECTIONS
 from tests.helpers.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS, MIXED
 from tests.helpers.models import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tokenizer, make_wrapped
 from tests.helpers.mtp_checkpoints import SAYS_MTP, mtp_tensors, published, stored, text_config, write_model
+from tests.helpers.nvfp4_layouts import Packer
 
 if TYPE_CHECKING:
     from batchspec.engine.loop.engine import Engine
@@ -164,6 +171,27 @@ def make_image_model(
     return add_marks(folder)
 
 
+def quantised(folder: Path, to: Path, config: Mapping[str, Any], packer: Callable[[str], Packer]) -> Path:
+    """A copy of a model with this quantization_config, whose projections in layers of the language model are quantised. The
+    weights in `folder` become those that the copy holds, in float64.
+
+    packer  of a projection, by the name of its module
+    """
+    shutil.copytree(folder, to)
+    tensors, held = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
+    for seed, (name, tensor) in enumerate(sorted(tensors.items())):
+        module, held[name] = name.removesuffix(".weight"), tensor
+        if name.endswith(PROJECTIONS) and is_of_text(name):
+            own, matrix = packer(module)(held.pop(name).float(), seed)
+            held |= {f"{module}.{key}": part.contiguous() for key, part in own.items()}
+            tensors[name] = matrix
+    save_file({name: own.double() for name, own in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(held, to / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    return to
+
+
 def gemma4_processor(kind: str) -> dict[str, Any]:
     """The keys of its image processor."""
     return {**GEMMA4, **({"image_processor_type": "Gemma4UnifiedImageProcessor"} if kind == "gemma4_unified" else {})}
@@ -205,7 +233,7 @@ def fitted(processor: ImageProcessor, data: bytes) -> Fit:
 
 def image_target(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
     """The model of a folder with its vision encoder."""
-    spec = replace(load_spec(folder), vision=load_vision(folder))
+    spec = replace(judge_model(LocalFiles(folder)), vision=load_vision(folder))
     return Target.load(folder, spec, dtype=dtype, device=torch.device(device))
 
 

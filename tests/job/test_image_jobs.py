@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLImageProcessorPil
 
 import batchspec
@@ -36,8 +37,9 @@ from batchspec.packing.image_cost import PREPARE_S
 from batchspec.packing.prompt_images import PromptImages
 from batchspec.records import Completion, Request, RowError
 from tests.data.s3_lab import BUCKET, running_lab
+from tests.helpers.four_bit_models import FOUR_BITS
 from tests.helpers.heads import random_tensors, tiny_design, write_head
-from tests.helpers.image_models import PAD, PREPROCESSOR, add_marks, generated, make_image_model, picture, theirs
+from tests.helpers.image_models import PAD, PREPROCESSOR, add_marks, generated, make_image_model, picture, quantised, theirs
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import run_apart, signalled_after_commits
 from tests.images.test_decode import png
@@ -260,16 +262,45 @@ def refused(model: Path, folder: Path, *more: str, row: dict[str, Any] = ROW) ->
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "cache.dtype=fp8", "decode.deterministic=true", "model.quantize=fp8", "cluster.tensor_parallel=2", "task=embed",
-        "decode.score=prompts",
-    ],
-)  # fmt: skip
+    "key", ["decode.deterministic=true", "cluster.tensor_parallel=2", "task=embed", "decode.score=prompts"]
+)
 def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path, tmp_path: Path) -> None:
     embeds = ["decode.max_new_tokens=1024", "decode.ignore_eos=false"]
     more = embeds if key in ("task=embed", "decode.score=prompts") else []
     assert f"{key} is not supported with images" in refused(vl, tmp_path, key, *more, "input.columns={images:images}")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("weight_packed", torch.int32), ("weight", torch.uint8), ("weight", torch.float8_e4m3fn)]
+)
+def test_a_vision_encoder_that_is_quantised_is_refused_by_name(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As INT4, NVFP4 and FP8 are stored."""
+    folder = make_image_model(tmp_path / "model", "mistral3")
+    tensors = load_file(folder / "model.safetensors")
+    for stored in [own for own in tensors if "vision_tower" in own and own.endswith("_proj.weight")]:
+        tensors[f"{stored.removesuffix('weight')}{name}"] = tensors.pop(stored).to(dtype)
+    save_file(tensors, folder / "model.safetensors")
+    said = refused(folder, tmp_path, "input.columns={images:images}")
+    assert re.search(rf"the vision encoder is quantised, \S*vision_tower\.\S+{name} \((I32|U8|F8_E4M3)\) and 20 more", said), said
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("how", ["gptq", "model.quantize=fp8", "cache.dtype=fp8"])
+def test_jobs_with_quantised_weights_or_keys_have_the_tokens_that_drafts_and_few_pages_do_not_change(
+    how: str, tmp_path: Path
+) -> None:
+    model = make_image_model(tmp_path / "plain", "qwen3_vl", seed=3)
+    if how in FOUR_BITS:
+        model = quantised(model, tmp_path / how, FOUR_BITS[how].config, FOUR_BITS[how].packer)
+    rows: Rows = [{"messages": user("<image>What is this?"), "images": own} for own in (A, B, C, A)]
+    keys = ["input.columns={images:images}", *([] if how in FOUR_BITS else [how])]
+    found = done(model, tmp_path, rows, *keys, "draft=none", "packing.max_num_seqs=1")
+    again = done(model, tmp_path, rows, *keys, "draft=lookup", "packing.pages=12", "output.overwrite=true")
+    assert [row["error"] for row in (*found, *again)] == [None] * 8
+    assert [row["token_ids"] for row in again] == [row["token_ids"] for row in found]
+    plain = done(tmp_path / "plain", tmp_path, rows, keys[0], "output.overwrite=true")
+    same = [row["token_ids"] for row in plain] == [row["token_ids"] for row in found]
+    assert same == (how in FOUR_BITS)  # this folder has their dequantised weights
 
 
 def test_passes_that_do_not_hold_an_image_that_is_not_cut_are_refused(tmp_path: Path) -> None:
