@@ -279,7 +279,7 @@ class Request:
         `RowCommands` set its automaton."""
         return replace(
             self, request_id="", stop=(), thinking=None, constraint=None, automaton=None, tools=None, choices=(), resumed=None,
-            repetition=None,
+            repetition=None, images=tuple(replace(piece, source=b"") for piece in self.images),
         )
 
     @property

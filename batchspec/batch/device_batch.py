@@ -176,6 +176,7 @@ class DeviceBatch:
             for tensor in self._tensors(name):
                 if spec.begin is None and tensor.numel():
                     tensor[index] = spec.initial
+        assert self.images is not None or not any(one.images for one in requests), "the engine reads no images"
         if self.images is not None:
             self.images.begin(slots, requests)
         if self.seen.shape[1]:

@@ -12,7 +12,7 @@ from batchspec.commands.card_text import about, fp8_weights, launches, paths
 from batchspec.commands.plan_output import FoundOutput
 from batchspec.console.text import MESSAGE_CHARS, bytes_text, counted, duration, one_line
 from batchspec.errors import BatchspecError, TooManyErrors
-from batchspec.job.load.memory import automata_bytes, padded_prefill_bytes
+from batchspec.job.load.memory import automata_bytes, image_bytes, padded_prefill_bytes
 from batchspec.job.prepare import Job, notes
 from batchspec.job.runner.head.planned import PlannedHead
 from batchspec.kernels.common.card import assumed
@@ -278,6 +278,7 @@ class Plan:
             "corpus of the drafter": job.drafter.corpus_bytes(),
             "tables of structured output": automata_bytes(job),
             "graphs of prefill": padded_prefill_bytes(job),
+            "images": image_bytes(job),
             "K/V": pages_bytes,
             "states of rows": slots_bytes,
             "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, demand) if job.device.type == "cuda" else 0,

@@ -114,7 +114,7 @@ def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | 
     workers = job.config.cluster.workers
     if workers == AUTO:
         workers = num_gpus if ranks == AUTO else max(1, num_gpus // ranks)
-    images = image_times(job.spec.vision, survey, job.source.num_rows, rates, workers)
+    images = image_times(job.spec.vision, survey, job.source.num_rows, rates, workers, job.spec.shard.ranks)
     return replace(
         made, rates=rates, batch=batch, forecast=forecast_of(job, batch, demand, rates), images=images, layouts=found,
         head=planned_head(job, first, demand, rates),

@@ -65,7 +65,6 @@ def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelS
     pillow()
     refused = {
         task_of(config).asked: not task_of(config).reads_images,
-        f"cluster.tensor_parallel={config.cluster.tensor_parallel}": config.cluster.tensor_parallel != 1,
         "decode.deterministic=true": config.decode.deterministic,
     }
     if found := [name for name, is_asked in refused.items() if is_asked]:

@@ -28,6 +28,7 @@ from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import Named, rewrite
 from batchspec.model.spec import EMBEDDING, LABEL_SCORES, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
+from batchspec.model.vision.of_ranks import EncoderOfRanks
 from batchspec.model.vision.spec import VisionSpec
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
@@ -88,7 +89,7 @@ class Target:
         if dummy:
             target = cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks, lora)
             if spec.vision is not None:
-                target.image_encoder = spec.vision.build(DummyWeights(spec.vision, dtype=dtype, device=device))
+                target._use_vision(spec.vision, DummyWeights(spec.vision, dtype=dtype, device=device))
             return target
         with Checkpoint(folder, spec, dtype=dtype, device=device, summed=summed) as weights:
             target = cls(spec, adapted(weights, adapter, spec), device, ranks, lora)
@@ -102,10 +103,14 @@ class Target:
     def _open_vision(self, folder: Path, spec: VisionSpec, *, summed: bool) -> None:
         """Load the vision encoder. summed: add its sums to `weight_sums`."""
         with Checkpoint(folder, spec, dtype=self.dtype, device=self.device, summed=summed) as weights:
-            self.image_encoder = spec.build(weights)
+            self._use_vision(spec, weights)
             if summed and self.weight_sums is not None:
                 own = {f"visual.{name}": text for name, text in weights.sums().tensors.items()}
                 self.weight_sums = replace(self.weight_sums, tensors={**self.weight_sums.tensors, **own})
+
+    def _use_vision(self, spec: VisionSpec, weights: Weights) -> None:
+        own = spec.build(weights)
+        self.image_encoder = own if self.ranks is None else EncoderOfRanks(own, spec, self.ranks, self.dtype, self.device)
 
     def _layer_weights(self, weights: Weights, index: int) -> LayerWeights:
         return LayerWeights(weights, self.spec.formats, layer_prefix(index), self._lora)

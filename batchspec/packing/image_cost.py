@@ -39,15 +39,19 @@ class ImageTimes:
 NO_IMAGES = ImageTimes()
 
 
-def image_times(vision: VisionSpec | None, survey: Survey, num_rows: int, rates: Rates, workers: int = 1) -> ImageTimes:
+def image_times(
+    vision: VisionSpec | None, survey: Survey, num_rows: int, rates: Rates, workers: int = 1, ranks: int = 1
+) -> ImageTimes:
     """The times of `num_rows` rows like those of the survey. An image counts once for all samples of its row, and for each of
-    several rows that have it. workers: copies of the model on the machine, which share its CPUs."""
+    several rows that have it. workers: copies of the model on the machine, which share its CPUs; ranks: of a copy, which
+    divide its images between them."""
     if vision is None or not survey.num_rows:
         return NO_IMAGES
     pixels, counts = np.unique(np.frombuffer(survey.image_pixels, np.int32), return_counts=True)
     flop = sum(count * vision.flop(int(size) // vision.processor.patch**2) for size, count in zip(pixels, counts, strict=True))
     scale = num_rows / survey.num_rows
     return ImageTimes(
-        encoder_s=ENCODER_SLOWDOWN * scale * float(flop) / rates.full_flop_s, worker_s=scale * PREPARE_S * survey.encoded_pixels,
+        encoder_s=ENCODER_SLOWDOWN * scale * float(flop) / rates.full_flop_s / ranks,
+        worker_s=scale * PREPARE_S * survey.encoded_pixels,
         num_processes=num_processes(workers),
     )

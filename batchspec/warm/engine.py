@@ -80,11 +80,11 @@ class Engine:
     def __init__(
         self, overrides: Options = (), *, job: str | None = None, config_dir: str | PathLike[str] | None = None, **keys: Any
     ) -> None:
-        config = warm_config(overrides_of(overrides, **keys), job, config_dir)
+        config = of_engine(warm_config(overrides_of(overrides, **keys), job, config_dir))
         self._in_use, self._half_loaded, self._own = threading.Lock(), False, OwnProcess()
         self._running: Call | None = None
         self._noted = set[str]()
-        self._open_model = open_model(of_engine(config))
+        self._open_model = open_model(config)
         self._opened = opened = open_warm(self._model)
         self._loaded: LoadedEngine[BatchEngine | EngineOfRanks] | None = None
         self._other: tuple[str, Part] | None = None

@@ -37,6 +37,7 @@ from tests.helpers.nvfp4_layouts import Packer
 
 if TYPE_CHECKING:
     from batchspec.engine.loop.engine import Engine
+    from batchspec.engine.ranks.lead import Lead
 
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 """Tokens 300, 301 and 302 of the tokenizer."""
@@ -299,9 +300,9 @@ class ImagesInOrder(PreparedImages):
 
 def image_engine(
     target: Target, drafter: Drafter, batch: PackedBatch, *, kept_images: int = 64, options: Any = None,
-    prepared: PreparedImages | None = None, **more: Any,
+    prepared: PreparedImages | None = None, lead: Lead | None = None, **more: Any,
 ) -> Engine:
-    """prepared: where pixels come from; None: as in a job, from processes."""
+    """prepared: where pixels come from; None: as in a job, from processes. lead: of several ranks."""
     from batchspec.engine.features import RowFeatures
     from batchspec.engine.loop.engine import Engine
     from batchspec.job.load.build import prepared_images
@@ -309,7 +310,7 @@ def image_engine(
     prepared = prepared or prepared_images(target.spec, batch.max_len)
     features = RowFeatures(image_encoder=target.image_encoder, kept_images=kept_images, prepared=prepared, **more)
     batch = replace(batch, num_verified=max(batch.num_verified, drafter.shape.num_verified))
-    return Engine(target, drafter, batch, device=target.device, features=features, options=options)
+    return Engine(target, drafter, batch, device=target.device, features=features, options=options, lead=lead)
 
 
 def inputs_of(folder: Path, ids: Sequence[int], images: Sequence[bytes]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import Qwen2VLImageProcessorPil
 
 import batchspec
 from batchspec import cli, run
+from batchspec.commands.planning import plan
 from batchspec.config.compose import compose
 from batchspec.config.schema import InputConfig
 from batchspec.data.dataset.reader import open_source
@@ -28,12 +30,15 @@ from batchspec.errors import BadRow, CheckpointError, ConfigError, InputError
 from batchspec.heads.data import read_rows
 from batchspec.images import prepared_images
 from batchspec.images.header import MOST_PIXELS
+from batchspec.job.load.memory import image_bytes
 from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.job.runner.shard_work import ShardWork
 from batchspec.model.spec import load_spec
+from batchspec.model.vision.of_ranks import EXCHANGED
 from batchspec.model.vision.registry import load_vision
 from batchspec.packing.image_cost import PREPARE_S
+from batchspec.packing.planner import GPU_PREFILL
 from batchspec.packing.prompt_images import PromptImages
 from batchspec.records import Completion, Request, RowError
 from tests.data.s3_lab import BUCKET, running_lab
@@ -261,9 +266,7 @@ def refused(model: Path, folder: Path, *more: str, row: dict[str, Any] = ROW) ->
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "key", ["decode.deterministic=true", "cluster.tensor_parallel=2", "task=embed", "decode.score=prompts"]
-)
+@pytest.mark.parametrize("key", ["decode.deterministic=true", "task=embed", "decode.score=prompts"])
 def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path, tmp_path: Path) -> None:
     embeds = ["decode.max_new_tokens=1024", "decode.ignore_eos=false"]
     more = embeds if key in ("task=embed", "decode.score=prompts") else []
@@ -640,6 +643,30 @@ def test_plan_counts_images_and_their_tokens(
     seconds = facts["prefill_s"] + facts["decode_s"] + facts["encoder_s"]
     assert facts["encoder_s"] > 0
     assert facts["tok_s"] * seconds == pytest.approx(facts["expected_tokens"])
+
+
+@pytest.mark.second
+def test_plan_of_two_ranks_counts_the_whole_encoder_on_each_and_half_of_its_time(vl: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"messages": user("<image>Go"), "images": A}]), tmp_path / "in.parquet")
+    keys = [word for word in words(vl, tmp_path, "input.columns={images:images}") if not word.startswith("output.dir")]
+    one, two = (plan(compose([*keys, f"cluster.tensor_parallel={ranks}"])) for ranks in (1, 2))
+    assert one.rates is not None
+    assert two.rates is not None
+    flop = [found.images.encoder_s * found.rates.full_flop_s for found in (one, two) if found.rates is not None]
+    assert flop[1] == pytest.approx(flop[0] / 2)
+    assert one.images.worker_s == two.images.worker_s
+    spec, whole = two.job.spec, one.job.spec
+    assert spec.vision is not None
+    assert spec.vision == whole.vision
+    without = (replace(spec, vision=None), replace(whole, vision=None))
+    of_vision = [
+        both.weight_bytes(torch.float32) - own.weight_bytes(torch.float32)
+        for both, own in zip((spec, whole), without, strict=True)
+    ]
+    assert of_vision == [spec.vision.weight_bytes(torch.float32)] * 2
+    exchanged = spec.vision.row_bytes(torch.float32) * (2 * GPU_PREFILL + 3 * EXCHANGED)
+    assert image_bytes(two.job) - image_bytes(one.job) == exchanged - spec.vision.activation_bytes(torch.float32) > 0
+    assert re.search(r"\nmemory       .* \+ [0-9.]+ [GM]B images \+ ", two.text())
 
 
 @pytest.mark.second

@@ -28,6 +28,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     say."""
     files: str = ""
     """`WeightFiles.state` of the leader: every rank must load the files that the leader does; empty: not compared."""
+    vision: bool = False
+    """Load the vision encoder too: rows may have images. The leader finds that by the columns of the input."""
 
 
 class Calibrate(msgspec.Struct, frozen=True, tag=True):

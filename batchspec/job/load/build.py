@@ -57,12 +57,13 @@ def device_facts(device: torch.device) -> str:
     return f"{kind}, torch {torch.__version__}"
 
 
-def load_message(device: torch.device, folder: Path | None = None) -> Load:
+def load_message(device: torch.device, folder: Path | None = None, *, vision: bool = False) -> Load:
     """What rank 0 of a group tells the other ranks when the model's files are ready. Raises ConfigError as `table_in_use`.
 
     folder  of the weights that all ranks load; None: the ranks do not compare them, for example because they are dummy weights
+    vision  the model reads images
     """
-    return Load(device_facts(device), table_in_use(device), "" if folder is None else weight_files(folder).state)
+    return Load(device_facts(device), table_in_use(device), "" if folder is None else weight_files(folder).state, vision)
 
 
 def load_engine(
@@ -84,7 +85,7 @@ def load_engine(
         progress.phase(note)
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
-        lead.send(load_message(job.device, None if job.dummy else job.folder))
+        lead.send(load_message(job.device, None if job.dummy else job.folder, vision=job.spec.vision is not None))
     progress.start_up.done("earlier runs")
     target, weights = load_weights(job, summed=job.sums is not None)
     if job.sums is not None:

@@ -9,6 +9,7 @@ from batchspec.distributed.group import Group
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.errors import CapacityError
 from batchspec.job.prepare import Job, JobModel
+from batchspec.model.vision.of_ranks import encoding_bytes
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.device_memory import free_memory, total_memory
 from batchspec.packing.expected_drafts import ExpectedDrafts, accepted_of_few
@@ -41,11 +42,12 @@ def automata_bytes(job: Job) -> int:
 
 
 def image_bytes(job: JobModel) -> int:
-    """Bytes that encoding images takes, and their embeddings that stay on the device; 0 in a job without images."""
+    """Bytes that encoding images takes on a rank, and their embeddings that stay on its device; 0 in a job without images."""
     vision, most = job.spec.vision, job.config.packing.max_num_batched_tokens or GPU_PREFILL
     if vision is None:
         return 0
-    return vision.activation_bytes(job.dtype) + vision.row_bytes(job.dtype) * kept_images(most, job.spec.max_len)
+    encoding = encoding_bytes(vision, job.dtype, job.spec.shard.ranks, most)
+    return encoding + vision.row_bytes(job.dtype) * kept_images(most, job.spec.max_len)
 
 
 def kept_images(prefill_tokens: int, max_len: int) -> int:

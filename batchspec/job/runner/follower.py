@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ def _follow(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
     if isinstance(message, End):
         return
     assert isinstance(message, Load), message
-    model = open_model(config, group=group)
+    model = open_model(replace(config, model=replace(config.model, vision=message.vision)), group=group)
     compute_as_leader(message, model.device, group.rank)
     if message.files and weight_files(model.folder).state != message.files:
         raise CheckpointError(
