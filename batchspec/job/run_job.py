@@ -114,11 +114,11 @@ def decode_missing(
             closing(workers_of(job, run.folder.attempt)) as work,
         ):
             signals.interrupt("while the model was loaded")
-            interlude, job = interlude_of(job, survey, progress, run.saved, run.folder.heartbeats())
-            engines = EngineWithFallback(job, survey, progress, load)
+            interlude = interlude_of(job, survey, progress, run.saved, run.folder.heartbeats())
+            engines = EngineWithFallback(interlude.as_now(job), survey, progress, load, interlude.without)
             start_up.done("engine")
             start_up_s = start_up.reached_s - surveyed_s
-            begun = run.begin(job, engines, progress)
+            begun = run.begin(interlude.as_now(job), engines, progress)
             heartbeat.begin(progress.facts, slots=engines.current.batch.num_slots)
             try:
                 ShardRunner(begun, work, engines, survey, progress, watchdog or Watchdog(0.0), signals, interlude).run()

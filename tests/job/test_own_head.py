@@ -24,7 +24,9 @@ from batchspec.data.runstate import claims
 from batchspec.data.runstate.claims import this_process
 from batchspec.data.runstate.heartbeats import HeartbeatFiles
 from batchspec.data.storage.open_store import open_store
-from batchspec.errors import BatchspecError, CapacityError, StorageError
+from batchspec.engine.rounds.round import Round
+from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, StorageError
+from batchspec.job.load.build import load_engine
 from batchspec.job.prepare import open_job, survey_first
 from batchspec.job.report.stats import job_stats
 from batchspec.job.runner.head import forecast, own_head, planned, process, store
@@ -265,6 +267,52 @@ def test_a_head_that_is_damaged_is_not_used(lab: Path, tmp_path: Path, pays: pyt
     assert run.main(trained(lab, tmp_path / "later", heads)) == 0
     check_same(lab, tmp_path / "later")
     assert drafters(tmp_path / "later") == {"lookup"}
+
+
+@pytest.mark.parametrize("error", [CapacityError, CheckpointError, ConfigError])
+def test_a_head_that_cannot_be_loaded_is_left_out_before_the_plain_engine_is_loaded(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[BatchspecError]
+) -> None:
+    """By the run that trained it and by a later one, whose first load it is. Both models need not fit the memory together."""
+    failed: list[weakref.ref[Any]] = []
+
+    def loads(job: Any, *args: Any, **named: Any) -> Any:
+        assert not any(target() is not None for target in failed)
+        engine = load_engine(job, *args, **named)
+        if job.config.draft.name == "eagle3":
+            failed.append(weakref.ref(engine.target))
+            raise error("no place for it")
+        return engine
+
+    pays.setattr("batchspec.job.load.loaded_engine.load_engine", loads)
+    for name in ("first", "later"):
+        assert run.main(trained(lab, tmp_path / name, tmp_path / "heads")) == 0
+        said = capsys.readouterr().err
+        assert said.count("its head cannot be used: no place for it; the job goes on with draft=lookup") == 1
+        assert drafters(tmp_path / name) == {"lookup"}
+    assert len(failed) == 2
+    check_same(lab, tmp_path / "first", tmp_path / "later")
+
+
+def test_a_job_whose_memory_runs_out_again_does_without_its_head(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads, call, calls = tmp_path / "heads", Round.run, [0]
+    assert run.main(trained(lab, tmp_path / "first", heads)) == 0
+
+    def fails(self: Round, *args: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in (7, 20):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(self, *args, **named)
+
+    pays.setattr(Round, "run", fails)
+    assert run.main(trained(lab, tmp_path / "later", heads)) == 0
+    said = capsys.readouterr().err
+    assert said.count("going on with a smaller batch") == 1
+    assert "its head cannot be used: out of memory with 4 slots" in said
+    check_same(lab, tmp_path / "later")
+    assert "lookup" in drafters(tmp_path / "later")
 
 
 def test_two_runs_share_one_training(lab: Path, tmp_path: Path) -> None:

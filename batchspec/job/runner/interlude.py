@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batchspec.engine.loop.totals import EngineTotals
+from batchspec.job.prepare import Job
 from batchspec.job.runner.oom_fallback import EngineWithFallback
 from batchspec.records import Completion
 
@@ -18,6 +19,14 @@ class Interlude:
     stop_pass: Callable[[], None]
     """Ends the present pass at the engine's next step: finished rows and the tokens of unfinished ones are saved, and the claims
     of the run released."""
+
+    def as_now(self, job: Job) -> Job:
+        """The job with the drafter that it has now."""
+        return job
+
+    def without(self, job: Job, why: str) -> Job | None:
+        """The job without its head, which cannot be used; None: it has none that it can do without."""
+        return None
 
     def finished(self, completion: Completion) -> None:
         """A row has finished in the engine."""

@@ -12,7 +12,7 @@ from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.errors import CapacityError
+from batchspec.errors import CapacityError, CheckpointError, ConfigError
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.load.memory import plan_batch
 from batchspec.job.prepare import Job
@@ -25,11 +25,15 @@ from batchspec.packing.survey import Survey
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 
 LoadEngine = Callable[[Job, Survey, ProgressBar], LoadedEngine[Engine]]
+Without = Callable[[Job, str], Job | None]
+"""The job without a head that it can do without, and tells why it does; None: it has none."""
 FEWEST_PREFILL = 512
 
 
 class EngineWithFallback:
     """Loads the engine; if it does not fit, loads a smaller one, once. Raises CapacityError if that does not fit either.
+
+    A job that can do without its head loses it before an error of loading, or a second lack of memory, ends the run.
 
     `loaded` is the engine with its model and tokenizer, which runs rows; `current` the `Engine` in it, for its counts.
     """
@@ -37,8 +41,11 @@ class EngineWithFallback:
     loaded: LoadedEngine[Engine]
     """The present engine; the one before it is gone when another one is made."""
 
-    def __init__(self, job: Job, survey: Survey, progress: ProgressBar, load: LoadEngine = LoadedEngine.load) -> None:
-        self._job, self._survey, self._progress, self._load = job, survey, progress, load
+    def __init__(
+        self, job: Job, survey: Survey, progress: ProgressBar, load: LoadEngine = LoadedEngine.load,
+        without: Without = lambda job, why: None,
+    ) -> None:
+        self._job, self._survey, self._progress, self._load, self._without = job, survey, progress, load, without
         self._shrunk = self._stopping = False
         self._totals: EngineTotals | None = None
         """Of the engines before the present one."""
@@ -89,8 +96,19 @@ class EngineWithFallback:
         self._job = replace(self._job, sums=sums)
 
     def _make(self) -> None:
+        plain = None
         with OutOfMemoryGuard() as guard:
-            self.loaded = self._load(self._job, self._survey, self._progress)
+            try:
+                self.loaded = self._load(self._job, self._survey, self._progress)
+            except (CapacityError, CheckpointError, ConfigError) as error:
+                plain = self._without(self._job, str(error))
+                if plain is None:
+                    raise
+        if plain is not None:  # the error is gone now, and with its traceback the model that was loaded
+            self._free()
+            self._job = plain
+            self._make()
+            return
         if guard.message and self._job.group is not None:
             raise CapacityError(
                 f"out of memory while the engine was made ({guard.message}); free the machine's memory or set packing.memory_gb, "
@@ -117,6 +135,9 @@ class EngineWithFallback:
 
     def _fall_back(self, batch: PackedBatch, message: str) -> None:
         shape = f"{batch.num_slots} slots, {batch.num_pages} pages, prefill passes of {batch.prefill_tokens} tokens"
+        if self._shrunk and (plain := self._without(self._job, f"out of memory with {shape} ({message})")) is not None:
+            self._job = plain
+            return
         if self._shrunk or self._job.group is not None:  # other ranks of a group may be in an exchange
             raise CapacityError(
                 f"out of memory{' again' * self._shrunk}, with {shape} ({message}); free the machine's memory or set "

@@ -200,19 +200,19 @@ class OwnHead(Interlude):
             self._is_open = True
         except StorageError as error:
             self._give_up(f"its store cannot be used: {error}")
-        try:
-            engines.change(self._as_now)
-        except (CapacityError, CheckpointError, ConfigError) as error:
-            if not self.uses_head:
-                raise
-            self._give_up(f"its head cannot be used: {error}")
-            engines.change(self._as_now)
+        engines.change(self.as_now)
         self._set_phase()
 
-    def _as_now(self, loaded: Job) -> Job:
-        """The job of the engines before, with the drafter that it has now."""
-        draft = replace(loaded.config, draft=self.job.config.draft)
-        return replace(loaded, config=draft, drafter=self.job.drafter, why_drafter=self.job.why_drafter)
+    def as_now(self, job: Job) -> Job:
+        config = replace(job.config, draft=self.job.config.draft)
+        return replace(job, config=config, drafter=self.job.drafter, why_drafter=self.job.why_drafter)
+
+    def without(self, job: Job, why: str) -> Job | None:
+        if not self.uses_head:
+            return None
+        self._give_up(f"its head cannot be used: {why}")
+        self._set_phase()
+        return self.as_now(job)
 
     def _train(self, asked: Callable[[], str | None]) -> None:
         """Train, and judge the head. Raises Interrupted after a signal."""
@@ -262,11 +262,6 @@ class OwnHead(Interlude):
         return self._part.line()
 
 
-def interlude_of(
-    job: Job, survey: Survey, progress: ProgressBar, saved: Journaled, runs: HeartbeatFiles
-) -> tuple[Interlude, Job]:
-    """What a run does between its passes, and the job as it is to be loaded. Raises as `OwnHead`."""
-    if job.config.draft.train.kind is None:
-        return Interlude(), job
-    head = OwnHead(job, survey, progress, saved, runs)
-    return head, head.job
+def interlude_of(job: Job, survey: Survey, progress: ProgressBar, saved: Journaled, runs: HeartbeatFiles) -> Interlude:
+    """What a run does between its passes. Raises as `OwnHead`."""
+    return Interlude() if job.config.draft.train.kind is None else OwnHead(job, survey, progress, saved, runs)
