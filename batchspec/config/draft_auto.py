@@ -11,11 +11,14 @@ from dataclasses import replace
 
 from batchspec.config.draft_checks import check_draft
 from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.drafters import DRAFTERS
 from batchspec.config.reference import option_values
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 
 AUTO = "auto"
+KEPT = ("coupled", "window", "sink_tokens", "cache_dtype")
+"""Keys that mean the same for a head and for the drafter before it."""
 
 
 def with_drafter(config: RunConfig, *, has_mtp: bool) -> tuple[RunConfig, str]:
@@ -61,8 +64,10 @@ def with_head(config: RunConfig, path: str | None) -> RunConfig:
     draft = config.draft
     assert draft.train.kind is not None
     usual = _with_usual_keys(DraftConfig(name=draft.name)).num_speculative_tokens
+    reads = DRAFTERS[draft.train.kind].reads
+    kept = {name: getattr(draft, name) for name in KEPT if f"draft.{name}" in reads}
     return replace(config, draft=_with_usual_keys(DraftConfig(
-        name=draft.train.kind, path=path, adaptive=draft.adaptive, lengths=draft.lengths,
+        name=draft.train.kind, path=path, adaptive=draft.adaptive, lengths=draft.lengths, **kept,
         num_speculative_tokens=None if draft.num_speculative_tokens == usual else draft.num_speculative_tokens,
     )))
 

@@ -41,7 +41,7 @@ class OwnHeadConfig:
     """Tokens of answers that a run decodes before it trains a head on them."""
     store: str | None = key(None, path=True, advanced=True)
     """Local folder of the heads, each below the identity of its model: jobs and tasks that name it share them. null is `heads` in
-    batchspec's cache folder ($BATCHSPEC_CACHE)."""
+    batchspec's cache folder ($BATCHSPEC_CACHE). Heads and logs stay; the answers lie there until the training has ended."""
 
 
 @dataclass(slots=True, kw_only=True)

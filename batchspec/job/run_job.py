@@ -125,7 +125,7 @@ def decode_missing(
             except TooManyErrors:
                 if run.folder.missing():
                     raise  # otherwise the job is complete: `conclude` writes card and report, and raises it again
-        seconds = time.perf_counter() - began - start_up_s
+        seconds = time.perf_counter() - began - start_up_s - interlude.idle_s
         engine = engines.current
         report_speed(
             run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s,

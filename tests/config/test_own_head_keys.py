@@ -38,6 +38,9 @@ def test_the_head_has_its_usual_k_or_that_of_the_job(kind: str, usual: int) -> N
     assert (head.name, head.path, head.num_speculative_tokens, head.lengths) == (kind, "HEAD", usual, "fixed")
     assert head.train.kind is None, "the job that drafts with it is one with a head, to be verified and continued as such"
     assert with_head(config(own, "draft.num_speculative_tokens=4"), None).draft.num_speculative_tokens == 4
+    more = ("draft.window=512", "draft.sink_tokens=4", "draft.cache_dtype=fp8")
+    kept = with_head(config(own, "draft.name=mtp", *more), None).draft
+    assert (kept.window, kept.sink_tokens, kept.cache_dtype) == (512, 4, "fp8")
     assert with_head(config(own, "draft.name=none"), None).draft.num_speculative_tokens == usual
 
 

@@ -9,7 +9,8 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,20 @@ from batchspec.config.compose import compose
 from batchspec.data.runstate import claims
 from batchspec.data.runstate.claims import this_process
 from batchspec.data.runstate.heartbeats import HeartbeatFiles
+from batchspec.data.runstate.journal import Journaled
 from batchspec.data.storage.open_store import open_store
 from batchspec.engine.rounds.round import Round
-from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, StorageError
+from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, Interrupted, StorageError
 from batchspec.job.load.build import load_engine
 from batchspec.job.prepare import open_job, survey_first
+from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.stats import job_stats
 from batchspec.job.runner.head import forecast, own_head, planned, process, store
 from batchspec.job.runner.head.own_head import OwnHead
-from batchspec.job.runner.head.process import TrainingFailed, settings, words_of
+from batchspec.job.runner.head.process import TrainingFailed, TrainingStopped, settings, words_of
 from batchspec.job.runner.head.store import HeadRecord, StoredHead, stored_head
 from batchspec.job.runner.oom_fallback import EngineWithFallback
+from batchspec.job.supervise.deadline import Deadline
 from tests.helpers.models import make_checkpoint
 from tests.helpers.runs import drawing, put, start_apart
 from tests.helpers.stand_ins import H200
@@ -455,7 +459,7 @@ def killed_with_the_head() -> None:
         (killed_while_training, {"rows.parquet"}),
         (killed_before_the_record, {"rows.parquet", "train.log", "head"}),
         (killed_after_the_record, {"rows.parquet", "train.log", "head", "record.json"}),
-        (killed_with_the_head, {"rows.parquet", "train.log", "head", "record.json"}),
+        (killed_with_the_head, {"train.log", "head", "record.json"}),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -542,24 +546,97 @@ def test_a_training_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
         )
 
 
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("import os; os.kill(os.getpid(), 15)", TrainingStopped), ("import os; os.kill(os.getpid(), 9)", TrainingStopped),
+        ("raise SystemExit(74)", TrainingStopped), ("raise SystemExit(75)", TrainingStopped),
+        ("raise SystemExit(2)", TrainingFailed),
+    ],
+)
+def test_what_may_pass_is_no_failure_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(process, "PROGRAM", program)
+    stored = StoredHead(tmp_path, "eagle3", {})
+
+    def train(poll: Callable[[], str | None]) -> None:
+        process.train({"draft": "eagle3"}, "model", stored, "head", minutes=1.0, say=lambda line: None, poll=poll)
+
+    with pytest.raises(error):
+        train(lambda: None)
+    answers = iter([None])
+    monkeypatch.setattr(process, "POLL_S", 1.0)  # the training has ended before the second answer
+    with pytest.raises(Interrupted, match=r"^SIGTERM: all rows are saved; run"):
+        train(lambda: next(answers, "SIGTERM"))
+
+
+def test_a_training_that_was_stopped_is_tried_again(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise TrainingStopped("exit code -9")
+
+    with pays.context() as patch:
+        patch.setattr(process, "train", stopped)
+        assert run.main(trained(lab, tmp_path / "first", tmp_path / "heads")) == 0
+    assert "the training was stopped" in capsys.readouterr().err
+    assert drafters(tmp_path / "first") == {"lookup"}
+    assert not list((tmp_path / "heads").glob("*/record.json"))
+    assert run.main(trained(lab, tmp_path / "again", tmp_path / "heads", "decode.max_new_tokens=23")) == 0
+    assert record_in(tmp_path / "heads").failed == ""
+    assert not list((tmp_path / "heads").rglob("rows.parquet"))
+
+
+def test_no_training_begins_that_the_time_limit_would_end(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[float] = []
+    pays.setattr(Deadline, "leaves", lambda self, seconds: asked.append(seconds))
+    assert run.main(trained(lab, tmp_path / "out", tmp_path / "heads")) == 0
+    assert asked == [forecast.training_s(0.02)]
+    assert "the time limit leaves less than the 4 min that training a head takes" in capsys.readouterr().err
+    check_same(lab, tmp_path / "out")
+    assert not list((tmp_path / "heads").rglob("rows.parquet"))
+
+
+def test_what_other_runs_have_done_since_is_not_left(lab: Path, tmp_path: Path) -> None:
+    """70 of 120 rows were committed by a run that lives when this one begins; then it does 10 more, and one that ended 5."""
+    files, facts = open_store(tmp_path / "runs", "_batchspec/tmp"), {"at": time.time(), **this_process()}
+    living = HeartbeatFiles(files, "b" * 32)
+    living.write({**facts, "completions": 70})
+    job = open_job(compose(trained(lab, tmp_path / "out", tmp_path / "heads")))
+    with ProgressBar(ROWS, done=70) as progress:
+        head = OwnHead(job, survey_first(job), progress, Journaled(), HeartbeatFiles(files, "a" * 32))
+        assert head._demand().num_completions == 50
+        living.write({**facts, "completions": 80})
+        HeartbeatFiles(files, "c" * 32).write({**facts, "completions": 5, "end": "done"})
+        assert head._demand().num_completions == 35
+
+
 def test_a_damaged_store_is_told_or_made_anew(tmp_path: Path) -> None:
     stored = StoredHead(tmp_path, "eagle3", {"weights": "a"})
     assert stored.record() is None
-    assert not stored.has_rows
+    assert not stored.has_rows("job")
     ids = np.arange(5, dtype=np.int32)
-    stored.put_rows([(ids, ids[:3]), (ids[:1], ids)], "lookup", 0.25)
-    assert stored.gathered() == store.Gathered(rows=2, tokens=8, drafter="lookup", before=0.25)
+    stored.put_rows([(ids, ids[:3]), (ids[:1], ids)], "job", "lookup", None)
+    assert (stored.path / "rows.parquet").stat().st_mode & 0o777 == 0o600
+    assert stored.has_rows("job")
+    assert not stored.has_rows("another job")
+    digest = sha256((stored.path / "rows.parquet").read_bytes()).hexdigest()
+    assert stored.gathered() == store.Gathered(rows=2, tokens=8, longest=8, drafter="lookup", before=None, digest=digest)
     record = HeadRecord(head="head-1", accepted=1.5, draft_len=3, drafter="lookup", before=0.25, tokens=8, seconds=1.0)
     stored.put_record(record)
     assert stored.record() == record
-    (stored.path / "record.json").write_text('{"head": 1')
-    assert stored.record() is None
+    for wrong in ('{"head": 1', json.dumps({**asdict(record), "head": 1}), json.dumps({**asdict(record), "accepted": "1"})):
+        (stored.path / "record.json").write_text(wrong)
+        assert stored.record() is None
     (stored.path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(StorageError, match=r"rows\.parquet: cannot be read .*; delete "):
         stored.gathered()
     other = StoredHead(tmp_path, "eagle3", {"weights": "b"})
     assert other.path != stored.path
-    assert not other.has_rows
+    assert not other.has_rows("job")
 
 
 def test_the_place_of_a_head_follows_the_model_and_its_format(lab: Path, tmp_path: Path) -> None:
@@ -573,11 +650,14 @@ def test_the_place_of_a_head_follows_the_model_and_its_format(lab: Path, tmp_pat
 
 def test_a_head_of_other_settings_has_its_own_folder(lab: Path, tmp_path: Path) -> None:
     job = open_job(compose(trained(lab, tmp_path / "out", tmp_path / "heads")))
-    keys = settings(job, 1000)
+    keys = settings(job, 1000, 100)
+    assert keys["train.max_len"] == 2048
+    assert settings(job, 1000, 3000)["train.max_len"] == 3000
     assert keys["train.held_out"] == 64
-    assert settings(job, 24)["train.held_out"] == 3
-    assert process.folder_of(keys) == process.folder_of(settings(job, 1000))
-    assert process.folder_of(keys) != process.folder_of({**keys, "train.minutes": 7.0})
+    assert settings(job, 24, 100)["train.held_out"] == 3
+    assert process.folder_of(keys, "a") == process.folder_of(settings(job, 1000, 100), "a")
+    assert process.folder_of(keys, "a") != process.folder_of({**keys, "train.minutes": 7.0}, "a")
+    assert process.folder_of(keys, "a") != process.folder_of(keys, "b")
 
 
 def test_what_pays_follows_from_lengths_and_acceptance(lab: Path, tmp_path: Path) -> None:

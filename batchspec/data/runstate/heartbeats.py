@@ -170,6 +170,10 @@ class HeartbeatFiles:
             if run.attempt != self.attempt and not run.end and now - run.at < SILENT_S and not owner_is_gone(asdict(run), own)
         ]
 
+    def finished_by_others(self) -> int:
+        """Rows that all other runs of the job have finished so far, those that have ended included."""
+        return sum(run.completions for run in self.read()[0] if run.attempt != self.attempt)
+
     def _read(self, name: str) -> RunHeartbeat | None:
         if name in self._ended:
             return self._ended[name]

@@ -19,6 +19,10 @@ class Interlude:
     stop_pass: Callable[[], None]
     """Ends the present pass at the engine's next step: finished rows and the tokens of unfinished ones are saved, and the claims
     of the run released."""
+    has_time: Callable[[float], bool]
+    """Whether the batch system leaves the run so many seconds."""
+    idle_s = 0.0
+    """Seconds that it has taken, in which nothing was decoded."""
 
     def as_now(self, job: Job) -> Job:
         """The job with the drafter that it has now."""
@@ -37,7 +41,7 @@ class Interlude:
     def run(self, engines: EngineWithFallback, asked: Callable[[], str | None]) -> None:
         """Do it, and leave an engine in memory. Called if it is due.
 
-        asked  the name of the signal that asks the run to end, or None
+        asked  the name of the signal that asks the run to end, or of its time limit; None: nothing does
         Raises Interrupted after a signal, and what loading an engine raises.
         """
 

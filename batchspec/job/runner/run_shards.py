@@ -59,6 +59,7 @@ class ShardRunner:
         self._watchdog, watchdog.save = watchdog, self._saved_by_watchdog
         self._deadline = job_deadline(self.job, engines)
         self._interlude, interlude.stop_pass = interlude, lambda: engines.current.stop()
+        interlude.has_time = self._deadline.leaves
 
     def run(self) -> None:
         """Work until nothing is left for this run. However it ends, its claims are released.
@@ -149,7 +150,9 @@ class ShardRunner:
         self._attempts.clear()
         self._claims.release()
         self._watchdog.begin_loading()
-        self._interlude.run(self.engines, lambda: self._signals.name)
+        began = time.monotonic()
+        self._interlude.run(self.engines, lambda: self._signals.name or (None if self._deadline.leaves(0.0) else "time limit"))
+        self._interlude.idle_s += time.monotonic() - began
         self._journaled = self._journal.read(self.folder.finished())
 
     def _settle(self) -> None:

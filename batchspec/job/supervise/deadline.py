@@ -56,6 +56,12 @@ class Deadline:
             return True
         return self._reaches(self.need_s(request))
 
+    def leaves(self, seconds: float) -> bool:
+        """Whether so many seconds are left in which no row is decoded. The batch system is asked before the answer is no."""
+        if not self._enough(seconds):
+            self._ask()
+        return self._enough(seconds)
+
     def check(self) -> None:
         """Stop the engine when the reserve is reached."""
         if not self._reaches(0.0):

@@ -9,14 +9,16 @@ Tokens do not depend on any of this. A training or a head that does not pay, or 
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 from batchspec.console.text import duration
-from batchspec.data.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
+from batchspec.data.runstate.heartbeats import HeartbeatFiles
 from batchspec.data.runstate.journal import Journaled
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, CheckpointError, ConfigError, StorageError
@@ -25,8 +27,9 @@ from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.trained_head import TrainedHead
 from batchspec.job.runner.head import process
 from batchspec.job.runner.head.forecast import RELOAD_S, Prospect, batches_of, prospect, training_s, with_own_head
-from batchspec.job.runner.head.process import TakenOver, TrainingFailed, folder_of, settings
+from batchspec.job.runner.head.process import LONGEST, TakenOver, TrainingFailed, TrainingStopped, folder_of, settings
 from batchspec.job.runner.head.store import CLAIM, LOG, HeadRecord, stored_head
+from batchspec.job.runner.identity import job_fingerprint
 from batchspec.job.runner.interlude import Interlude
 from batchspec.job.runner.oom_fallback import EngineWithFallback
 from batchspec.packing.planner import Demand
@@ -56,7 +59,9 @@ class OwnHead(Interlude):
         """
         self.job, self._plain, self._survey, self._progress = job, job, survey, progress
         self._own, self._stored = job.config.draft.train, stored_head(job)
+        self._fingerprint = sha256(json.dumps(job_fingerprint(job), sort_keys=True).encode()).hexdigest()
         self._claims, self._runs = self._stored.claims(runs.attempt), runs
+        self._by_others = runs.finished_by_others()
         self._rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
         self._rows: list[tuple[Ids, Ids]] = []
         self._num_tokens, self._look_at, self._is_open = 0, 0.0, True
@@ -66,9 +71,12 @@ class OwnHead(Interlude):
         for completion in saved.completions.values():
             self.finished(completion)
         try:
-            self._batches = batches_of(job, self._demand([]), self._rates)
+            self._batches = batches_of(job, self._demand(), self._rates)
             if (record := self._stored.record()) is not None:
+                self._stored.drop_rows()  # of a run that was killed before it did
                 self._judge(record, cost_s=0.0)
+            elif (mean := self._demand().prompt_tokens) > LONGEST:
+                self._give_up(f"a training reads {LONGEST:,} tokens of a row, and prompts have {mean:,.0f} on average")
         except CapacityError as error:
             self._give_up(f"there is no memory for a head: {error}")
         except StorageError as error:
@@ -87,6 +95,7 @@ class OwnHead(Interlude):
         prompt, output = completion.prompt_ids, completion.token_ids
         if not self._is_open or self._has_enough or completion.status not in ANSWERED or prompt is None or output is None:
             return
+        output = output[: max(0, LONGEST - len(prompt))]  # training reads no more
         if len(prompt) and len(output) > 1 and completion.image_digest is None:
             self._rows.append((prompt, output))
             self._num_tokens += len(output)
@@ -119,7 +128,7 @@ class OwnHead(Interlude):
     def _looks(self) -> bool:
         """Whether the pass is to end: to train, or to draft with the head that the store has."""
         record = self._stored.record()
-        if record is None and (self._has_enough or self._stored.has_rows) and self._claims.take(CLAIM):
+        if record is None and (self._has_enough or self._stored.has_rows(self._fingerprint)) and self._claims.take(CLAIM):
             record = self._stored.record()  # the run that had the claim may have ended its training since
             if record is None and self._would_pay():
                 self._is_open = False
@@ -128,7 +137,11 @@ class OwnHead(Interlude):
         return record is not None and self._judge(record, cost_s=RELOAD_S)
 
     def _would_pay(self) -> bool:
-        found = self._prospect(self._measured(), cost_s=training_s(self._own.minutes), others_decode=True)
+        needs_s = training_s(self._own.minutes)
+        if not self.has_time(needs_s):
+            self._give_up(f"the time limit leaves less than the {duration(needs_s)} that training a head takes")
+            return False
+        found = self._prospect(self._measured(), cost_s=needs_s, others_decode=True)
         if not found.pays:
             self._give_up(
                 f"training a head does not pay: decoding the rest takes {duration(found.without_s)} without one, "
@@ -140,10 +153,10 @@ class OwnHead(Interlude):
         """Drafts that a round accepts with the drafter before the head; None: too few rounds were measured."""
         return self._part.before.mean_accepted if self._part.before.row_rounds >= MEASURED_ROUNDS else None
 
-    def _demand(self, others: Sequence[RunHeartbeat]) -> Demand:
-        """What is left of the job. others: the other runs that work on it"""
+    def _demand(self) -> Demand:
+        """What is left of the job: the bar's total counts what was done when this run began."""
         demand = self._survey.demand(self.job.source.num_rows, self.job.admission.max_len, self.job.admission.task)
-        left = self._progress.total - self._progress.done - sum(run.completions for run in others)
+        left = self._progress.total - self._progress.done - (self._runs.finished_by_others() - self._by_others)
         return replace(demand, num_completions=max(1, left))
 
     def _prospect(
@@ -151,7 +164,7 @@ class OwnHead(Interlude):
     ) -> Prospect:
         others = self._runs.others(time.time())
         return prospect(
-            self._plain, self._batches, self._demand(others), self._rates, before=before, accepted=accepted, cost_s=cost_s,
+            self._plain, self._batches, self._demand(), self._rates, before=before, accepted=accepted, cost_s=cost_s,
             runs=1 + len(others), others_decode=others_decode,
         )
 
@@ -198,6 +211,8 @@ class OwnHead(Interlude):
                 self._train(asked)
         except TakenOver:
             self._is_open = True
+        except TrainingStopped as error:
+            self._give_up(f"the training was stopped, and the next run of the job goes on with it: {error}")
         except StorageError as error:
             self._give_up(f"its store cannot be used: {error}")
         engines.change(self.as_now)
@@ -227,11 +242,13 @@ class OwnHead(Interlude):
             return asked()
 
         try:
-            if not stored.has_rows:
-                stored.put_rows(self._rows, self._plain.config.draft.name, self._part.before.mean_accepted)
+            if not stored.has_rows(self._fingerprint):
+                if not self._has_enough:
+                    raise TakenOver  # the file was deleted since the last look: gather on
+                stored.put_rows(self._rows, self._fingerprint, self._plain.config.draft.name, self._measured())
             gathered = stored.gathered()
-            keys = settings(self._plain, gathered.rows)
-            head = folder_of(keys)
+            keys = settings(self._plain, gathered.rows, gathered.longest)
+            head = folder_of(keys, gathered.digest)
             record = HeadRecord(
                 head=head, drafter=gathered.drafter, before=gathered.before, tokens=gathered.tokens, seconds=0.0
             )
@@ -250,6 +267,7 @@ class OwnHead(Interlude):
                 record = replace(record, failed=str(error))
             self._part.trained_s = round(time.monotonic() - began, 1)
             stored.put_record(replace(record, seconds=self._part.trained_s))
+            stored.drop_rows()
         finally:
             with suppress(StorageError):  # of another error that is the one to report; the claim becomes stale by itself
                 self._claims.release()

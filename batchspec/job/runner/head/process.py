@@ -18,10 +18,10 @@ from typing import Any
 
 from batchspec.config.draft_schema import MOST_AHEAD
 from batchspec.config.overrides import overrides_of
-from batchspec.errors import Interrupted, OneLine
+from batchspec.errors import Interrupted, OneLine, StorageError
 from batchspec.job.prepare import Job
 from batchspec.job.runner.head.forecast import with_own_head
-from batchspec.job.runner.head.store import ROWS, StoredHead
+from batchspec.job.runner.head.store import ROWS, STATE, StoredHead
 from batchspec.model.dtype import dtype_name
 from batchspec.process import load_progress
 from batchspec.process.child_process import python_command
@@ -37,25 +37,35 @@ sys.exit(console())
 EPOCHS, BATCH_TOKENS, AHEAD, ANCHORS = 8, 16384, 6, 0.75
 """More steps than jobs/examples/train_head.sh makes of as many tokens, because these are fewer; draft.train.minutes may end them
 earlier."""
+LONGEST = 8192
+"""The most tokens of a row that are trained on, its prompt included. A row must fit a batch."""
 HELD_OUT = 64
 """The most answers that acceptance is measured on; of few answers an eighth."""
 POLL_S, SAY_S = 0.2, 60.0
 LATE_S = 1800.0
 """Seconds besides the training's minutes after which it is ended: it loads the model, compiles, and measures acceptance."""
-SAVE_S = 120.0
-"""Seconds in which it writes its checkpoint after a signal."""
+SAVE_S = 45.0
+"""Seconds in which it writes its checkpoint after a signal: a run that is asked to end is killed after 90."""
+PASSING = (StorageError.exit_code, Interrupted.exit_code)
 
 
 class TrainingFailed(OneLine):
     """There is no head; the message says why, in one line."""
 
 
+class TrainingStopped(OneLine):
+    """The training did not end, for a reason that may have passed: another run may train the head."""
+
+
 class TakenOver(OneLine):
     """Another run trains the head now: this one was suspended, or could not renew its claim."""
 
 
-def settings(job: Job, num_rows: int) -> dict[str, Any]:
-    """The keys of `batchspec train` for the head of a job, without paths. num_rows: answers to train on"""
+def settings(job: Job, num_rows: int, longest: int) -> dict[str, Any]:
+    """The keys of `batchspec train` for the head of a job, without paths.
+
+    num_rows  answers to train on; longest: tokens of the longest one, its prompt included
+    """
     own, model, draft_len = job.config.draft.train, job.config.model, with_own_head(job, None).config.draft.draft_len
     asked = {"quantize": model.quantize, "activations": model.activations, "max_len": model.max_len, "revision": model.revision}
     return {
@@ -65,6 +75,7 @@ def settings(job: Job, num_rows: int) -> dict[str, Any]:
         "train.minutes": own.minutes,
         "train.epochs": EPOCHS,
         "train.batch_tokens": BATCH_TOKENS,
+        "train.max_len": max(2048, longest),
         **({"train.anchors": ANCHORS} if own.kind == "block" else {}),
         "train.held_out": max(1, min(HELD_OUT, num_rows // 8)),
         "train.eval_steps": 0,
@@ -74,9 +85,10 @@ def settings(job: Job, num_rows: int) -> dict[str, Any]:
     }
 
 
-def folder_of(keys: Mapping[str, Any]) -> str:
-    """The name of the folder of a head with these settings: a training of others is not continued."""
-    return f"head-{sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:12]}"
+def folder_of(keys: Mapping[str, Any], rows: str) -> str:
+    """The name of the folder of a head with these settings, and answers with this digest: a training of others is not
+    continued."""
+    return f"head-{sha256(json.dumps([keys, rows], sort_keys=True).encode()).hexdigest()[:12]}"
 
 
 def words_of(keys: Mapping[str, Any], model: str, rows: Path, head: Path) -> list[str]:
@@ -94,22 +106,26 @@ def train(
     stored  has the answers; the head goes to its folder `head`
     say     told the last line now and then
     poll    called all the time; returns the name of the signal that asks to end, or None
-    Raises TrainingFailed, and Interrupted after a signal: then a checkpoint is written.
+    Raises TrainingFailed for what the training itself refuses; Interrupted after a signal to this run, and then the training has
+    SAVE_S to write a checkpoint; and TrainingStopped for any other end: a signal to the training, a disk or memory that is full.
     """
-    saved = f"the training in {stored.path / head} is saved, and all rows are; run the same command again to go on"
     ends_at, said_at = time.monotonic() + 60.0 * minutes + LATE_S, time.monotonic()
     with stored.new_log() as out:
-        process = subprocess.Popen(
-            [*python_command("-c", PROGRAM), *words_of(keys, model, stored.path / ROWS, stored.path / head)],
-            stdin=subprocess.PIPE, stdout=out, stderr=out,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
-        )
+        try:
+            process = subprocess.Popen(
+                [*python_command("-c", PROGRAM), *words_of(keys, model, stored.path / ROWS, stored.path / head)],
+                stdin=subprocess.PIPE, stdout=out, stderr=out,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            )
+        except OSError as error:
+            raise TrainingStopped(f"its process could not be started: {error}") from None
+        asked = None
         try:
             while process.poll() is None:
                 asked = poll()
                 if asked is not None:
                     _end(process)
-                    raise Interrupted(f"{asked}: {saved}")
+                    break
                 if time.monotonic() >= ends_at:
                     raise TrainingFailed(f"it did not end within {minutes:g} minutes and {LATE_S:.0f} s more")
                 load_progress.count_step()  # this loop has a limit of its own
@@ -123,10 +139,17 @@ def train(
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
-    if process.returncode == Interrupted.exit_code:
-        raise Interrupted(f"a signal ended the process that trained the head: {saved}")
+    asked = asked or poll()  # a signal to both processes may have ended the training first
+    if asked is not None:
+        raise Interrupted(f"{asked}: all rows are saved{_kept(stored.path / head)}; run the same command again to go on")
+    if process.returncode < 0 or process.returncode in PASSING:
+        raise TrainingStopped(f"exit code {process.returncode}: {stored.last_line()}")
     if process.returncode:
         raise TrainingFailed(stored.last_line() or f"exit code {process.returncode}")
+
+
+def _kept(head: Path) -> str:
+    return f", and the training in {head} up to its last checkpoint" if (head / STATE).is_file() else ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,7 +1,7 @@
 """Heads that jobs have trained, in a local folder that jobs and the tasks of an array share.
 
-KIND-DIGEST/rows.parquet   the answers that a head learns from; of the first run that had enough
-KIND-DIGEST/head-DIGEST/   the folder of `batchspec train`; the digest is that of its settings
+KIND-DIGEST/rows.parquet   the answers that a head learns from; of the first run that had enough. Deleted after the training
+KIND-DIGEST/head-DIGEST/   the folder of `batchspec train`; the digest is that of its settings and answers
 KIND-DIGEST/train.log      what the last one printed
 KIND-DIGEST/record.json    written last: what became of the training. No other one begins while it is there
 KIND-DIGEST/_batchspec/    the claim of the run that trains
@@ -20,12 +20,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.checkpoint.config_values import read_text
 from batchspec.checkpoint.packaged import cache_folder
 from batchspec.data.runstate.claims import Claims
+from batchspec.data.storage.new_file import new_file
 from batchspec.data.storage.open_store import open_store
 from batchspec.data.storage.store import storing
 from batchspec.errors import CheckpointError, ConfigError, StorageError
@@ -33,11 +35,11 @@ from batchspec.job.prepare import Job
 from batchspec.job.runner.identity import weight_parts
 from batchspec.records import Ids
 
-ROWS, RECORD, LOG, TRAINING = "rows.parquet", "record.json", "train.log", "training.json"
+ROWS, RECORD, LOG, TRAINING, STATE = "rows.parquet", "record.json", "train.log", "training.json", "checkpoint.pt"
 TAIL_BYTES = 4096
 CLAIM = 0
 """Claims are by number, and there is one thing to claim."""
-_DRAFTER, _BEFORE = b"batchspec.drafter", b"batchspec.before"
+_JOB, _DRAFTER, _BEFORE = b"batchspec.job", b"batchspec.drafter", b"batchspec.before"
 SCHEMA = pa.schema([("prompt_ids", pa.list_(pa.int32())), ("token_ids", pa.list_(pa.int32()))])
 
 
@@ -47,10 +49,14 @@ class Gathered:
 
     rows: int
     tokens: int
+    longest: int
+    """Tokens of the longest one, its prompt included."""
     drafter: str
     """What drafted while they were decoded."""
-    before: float
-    """Drafts that a round then accepted."""
+    before: float | None
+    """Drafts that a round then accepted; None: too few rounds were measured."""
+    digest: str
+    """Of the answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +71,18 @@ class HeadRecord:
     """Drafts of the head that a round accepts on answers that were held out, of `draft_len`."""
     draft_len: int = 0
     drafter: str
-    before: float
+    before: float | None
     tokens: int
     """As in `Gathered`."""
     seconds: float
     """That the training took, loading included, in the run that ended it."""
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "head": (str,), "failed": (str,), "accepted": (float, int), "draft_len": (int,), "drafter": (str,),
+    "before": (float, int, type(None)), "tokens": (int,), "seconds": (float, int),
+}
+"""Of the values of a record in JSON."""
 
 
 class StoredHead:
@@ -98,38 +111,58 @@ class StoredHead:
         try:
             found = json.loads(self._store.read(RECORD))
             names = {item.name for item in fields(HeadRecord)}
-            return HeadRecord(**{key: value for key, value in found.items() if key in names})
+            record = HeadRecord(**{key: value for key, value in found.items() if key in names})
+            return record if all(isinstance(getattr(record, key), kinds) for key, kinds in TYPES.items()) else None
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
 
     def put_record(self, record: HeadRecord) -> None:
         self._store.put(RECORD, (json.dumps(asdict(record), indent=1) + "\n").encode())
 
-    @property
-    def has_rows(self) -> bool:
-        return self._store.exists(ROWS)
+    def has_rows(self, job: str) -> bool:
+        """Whether the answers of this job are there. Those of another job, whose training was killed, do not count."""
+        try:
+            if not self._store.exists(ROWS):
+                return False
+            with pq.ParquetFile(self.path / ROWS) as file:
+                return bool(file.schema_arrow.metadata[_JOB].decode() == job)
+        except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
+            return False
 
-    def put_rows(self, rows: Iterable[tuple[Ids, Ids]], drafter: str, before: float) -> None:
-        """Write the answers, (prompt, output) as token ids, in one step. Raises StorageError."""
+    def drop_rows(self) -> None:
+        """Delete the answers, which nothing needs once there is a record. Raises StorageError."""
+        with storing(f"deleting {self.path / ROWS}"):
+            (self.path / ROWS).unlink(missing_ok=True)
+
+    def put_rows(self, rows: Iterable[tuple[Ids, Ids]], job: str, drafter: str, before: float | None) -> None:
+        """Write the answers of a job, (prompt, output) as token ids, in one step; only this user may read them. Raises
+        StorageError."""
         prompts, outputs = zip(*rows, strict=True)
-        schema = SCHEMA.with_metadata({_DRAFTER: drafter, _BEFORE: repr(before)})
+        schema = SCHEMA.with_metadata({_JOB: job, _DRAFTER: drafter, _BEFORE: json.dumps(before)})
         table = pa.table([pa.array([*prompts], SCHEMA.types[0]), pa.array([*outputs], SCHEMA.types[1])], schema=schema)
         file = io.BytesIO()
         pq.write_table(table, file)
-        self._store.put(ROWS, file.getvalue())
+        with storing(f"writing {self.path / ROWS}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with new_file(self.path / ROWS) as path:
+            path.touch(mode=0o600, exist_ok=False)
+            path.write_bytes(file.getvalue())
 
     def gathered(self) -> Gathered:
         """Of the answers that a run has put there. Raises StorageError for a file that cannot be read."""
         try:
-            with pq.ParquetFile(pa.BufferReader(self._store.read(ROWS))) as file:
-                found, kept = file.metadata, file.schema_arrow.metadata
-            tokens = sum(found.row_group(i).column(1).num_values for i in range(found.num_row_groups))
+            data = self._store.read(ROWS)
+            with pq.ParquetFile(pa.BufferReader(data)) as file:
+                table, kept = file.read(), file.schema_arrow.metadata
+            prompts, outputs = (
+                np.concatenate([piece.value_lengths().to_numpy() for piece in column.chunks]) for column in table.columns
+            )
             return Gathered(
-                rows=found.num_rows, tokens=tokens, drafter=kept[_DRAFTER].decode(), before=float(kept[_BEFORE])
+                rows=len(outputs), tokens=int(outputs.sum()), longest=int((prompts + outputs).max()),
+                drafter=kept[_DRAFTER].decode(), before=json.loads(kept[_BEFORE]), digest=sha256(data).hexdigest(),
             )
         except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{self.path / ROWS}: cannot be read ({type(error).__name__}); delete {self.path}") from error
-
 
     def new_log(self) -> BinaryIO:
         """The file for what a training prints, empty. Raises StorageError."""
