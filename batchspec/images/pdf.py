@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +24,10 @@ from batchspec.process.local_files import open_regular
 
 DPI = 200
 """Pixels per inch of a page before it is fitted to the limits of the model or the job (input.max_pixels, min_pixels)."""
-MOST_PAGES = 1_000_000
+MOST_PAGES = 100_000
+FEW_PAGES, MOST_IN_A_ROW = 8, 1000
+"""A PDF is damaged if more than FEW_PAGES of its pages cannot be read and these are over half, or so many in a row. A damaged or
+hostile file of a few bytes may count any number of pages."""
 _POINTS = 72
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -52,20 +55,29 @@ def identity_of(page: PdfPage) -> bytes:
 
 
 def sizes_of(path: str) -> NDArray[np.float32]:
-    """float32 [pages, 2] width and height of each page in points, 0 of a page that cannot be read. Raises BadPdf."""
+    """float32 [pages, 2] width and height of each page in points, 0 of a page that cannot be read. Raises BadPdf, also if most
+    pages cannot be read."""
     with _opened(path) as (module, document, _):
         count = len(document)
         if not count:
             raise BadPdf("it has no pages; repair it, or leave it out of input.path")
         if count > MOST_PAGES:
             raise BadPdf(f"it has {count:,} pages, and at most {MOST_PAGES:,} are read; divide it")
-        sizes = np.zeros((count, 2), np.float32)
+        sizes, read, last = np.zeros((count, 2), np.float32), 0, -1
         for number in range(count):
-            try:
+            with suppress(module.PdfiumError):
                 sizes[number] = document.get_page_size(number)
-            except module.PdfiumError:
-                continue
+            if sizes[number].min() > 0:
+                read, last = read + 1, number
+            elif number - last >= MOST_IN_A_ROW:
+                raise _unreadable(f"pages {last + 2:,} to {number + 1:,}", count)
+        if (bad := count - read) > max(FEW_PAGES, count // 2):
+            raise _unreadable(f"{bad:,}", count)
         return sizes
+
+
+def _unreadable(which: str, count: int) -> BadPdf:
+    return BadPdf(f"{which} of its {count:,} pages cannot be read; repair it, or leave it out of input.path")
 
 
 def render(page: PdfPage, height: int, width: int) -> NDArray[np.uint8]:

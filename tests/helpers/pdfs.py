@@ -21,8 +21,9 @@ class Page:
     """Text of a form's field at the top left."""
 
 
-def make_pdf(pages: Sequence[Page], *, locked: bool = False, without_page: int | None = None) -> bytes:
-    """locked: it needs a password. without_page: index of a page whose object is missing."""
+def make_pdf(pages: Sequence[Page], *, locked: bool = False, without_page: int | None = None, count: int | None = None) -> bytes:
+    """locked: it needs a password. without_page: index of a page whose object is missing. count: what its page tree says of the
+    number of pages; None: the truth."""
     objects = list[bytes]([b"", b"", b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>"])
     kids, fields = list[int](), list[int]()
 
@@ -50,7 +51,7 @@ def make_pdf(pages: Sequence[Page], *, locked: bool = False, without_page: int |
         kids.append(add(b"%s%s/Contents %d 0 R>>" % (head, extra, content)))
     form = b"/AcroForm<</Fields[%s]/DR<</Font<</F 3 0 R>>>>>>" % b" ".join(b"%d 0 R" % one for one in fields) if fields else b""
     objects[0] = b"<</Type/Catalog/Pages 2 0 R%s>>" % form
-    objects[1] = b"<</Type/Pages/Count %d/Kids[%s]>>" % (len(kids), b" ".join(b"%d 0 R" % kid for kid in kids))
+    objects[1] = b"<</Type/Pages/Count %d/Kids[%s]>>" % (count or len(kids), b" ".join(b"%d 0 R" % kid for kid in kids))
     lock = b""
     if locked:
         words = b"/O<%s>/U<%s>" % (b"11" * 32, b"22" * 32)

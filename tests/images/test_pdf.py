@@ -82,8 +82,17 @@ def test_the_size_of_a_page_is_at_200_dpi_and_never_above_the_limit_on_pixels(tm
             header_of(page_of(path, 1, (bad, 100.0)))
 
 
+def test_a_pdf_of_which_some_pages_cannot_be_read_has_its_others(tmp_path: Path) -> None:
+    for count, given in ((8, 1), (20, 10)):  # few of them, or no more than half
+        (tmp_path / "x.pdf").write_bytes(make_pdf([Page()] * given, count=count))
+        assert sizes_of(str(tmp_path / "x.pdf")).tolist() == [[595, 842]] * given + [[0, 0]] * (count - given)
+
+
 def test_what_is_no_pdf_is_refused_with_the_reason(tmp_path: Path) -> None:
+    most = "pages 2 to 1,001 of its 90,000 pages cannot be read; repair it"
     for data, said in (
+        (make_pdf([Page()], count=90_000), most), (make_pdf([Page()] * 9, count=20), "11 of its 20 pages cannot be read"),
+        (make_pdf([Page()], count=900_000), "it has 900,000 pages, and at most 100,000 are read"),
         (b"", "damaged, or no PDF"), (b"nonsense", "damaged, or no PDF"), (make_pdf([Page()], locked=True), "needs a password"),
         (make_pdf([]), "it has no pages"), (make_pdf([Page()])[:200], "damaged, or no PDF"),
     ):
