@@ -53,15 +53,15 @@ class _Window:
         """Number of requests of the window, once all its rows are admitted; 0 before."""
         return len(self._requests) if self._whole else 0
 
-    def admit_all(self) -> list[Request]:
-        """Admit the rest, and return all requests of the window."""
+    def admit_all(self) -> list[Request] | None:
+        """Admit the rest, and return all requests of the window. None after a shard if there is no request until then; call it
+        again: a run may read shards of error rows for hours, and may be asked to end meanwhile."""
         self._waits = True
-        for _ in self._steps:
-            pass
-        return self._requests
+        return self._requests if all(self._steps) else None
 
     def _admitted(self) -> Iterator[bool]:
-        """Yields True for each output row that was admitted, and False whenever the next one would have to be waited for."""
+        """Yields True for each output row that was admitted, and False whenever the next one would have to be waited for, or
+        `admit_all` is to return."""
         while True:
             while not (self._waits or self._shards.is_ready()):
                 yield False
@@ -72,6 +72,8 @@ class _Window:
             for requests in self._planned(admitted):
                 self._requests += requests
                 yield True
+            if self._waits and not self._requests:
+                yield False
 
 
 class OrderedRequests:
@@ -106,14 +108,16 @@ class OrderedRequests:
         self.num_ready, self.ended = 0, False
 
     def next_ready(self) -> Request | None:
-        """The next request. It waits for the next window, so None means the end."""
-        if self._ends_soon():
+        """The next request. It waits for the next window, or for a shard of it without any request, after which it is None."""
+        if self._left and self._ends_soon():
             self._coming.admit_share(max(1, len(self._left)))
         while not self._left:
             if self._number == self._num_windows:
                 self.ended = True
                 return None
-            self._left.extend(order_requests(self._coming.admit_all()))
+            if (requests := self._coming.admit_all()) is None:
+                return None
+            self._left.extend(order_requests(requests))
             self._number += 1
             self._coming = self._begin(self._number)
         request = self._left.popleft()

@@ -23,7 +23,7 @@ from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion, Request
 from tests.helpers.stand_ins import ByteTokenizer, small_spec
-from tests.helpers.streams import all_of
+from tests.helpers.streams import all_of, answers_of
 
 
 def feed(caps: list[int], **options: Any) -> Feed:
@@ -81,6 +81,16 @@ def test_rows_after_the_last_whole_window_belong_to_it() -> None:
     caps = [1 + i % 60 for i in range(200)]
     assert windows(feed(caps, shard_rows=10, slots=40)) == [80, 120]
     assert windows(feed(caps, shard_rows=10, slots=96)) == [200]
+
+
+def test_shards_without_requests_are_read_one_at_a_time_so_that_a_run_can_be_ended_between_them() -> None:
+    made = feed([-1] * 90 + [9] * 10, shard_rows=10, slots=2)
+    assert made.requests.next_ready() is None
+    assert not made.requests.ended
+    assert [shard.shard.index for shard in made.complete()] == [0]
+    answers = list(answers_of(made.requests))
+    assert (answers[:8], [one is None for one in answers[8:]]) == ([None] * 8, [False] * 10)
+    assert [shard.shard.index for shard in made.complete()] == [*range(1, 9)]
 
 
 def test_a_request_is_predicted_by_the_rows_that_ended_before_it_was_handed_out() -> None:
