@@ -27,6 +27,8 @@ class Gemma4Processor(ImageProcessor):
     """The token after it."""
     whole: bool
     """Whether its tokens attend to each other."""
+    most_tokens: int = SOFT_TOKENS[-1]
+    """Limit on the tokens of an image: that of the encoder's tables of positions."""
 
     @property
     def _area(self) -> int:
@@ -41,6 +43,10 @@ class Gemma4Processor(ImageProcessor):
             raise ValueError(
                 f"max_pixels={most} must be one of {', '.join(map(str, allowed))}, the pixels of "
                 f"{', '.join(map(str, SOFT_TOKENS))} tokens"
+            )
+        if most is not None and most > self.most_tokens * self._area:
+            raise ValueError(
+                f"max_pixels={most} is {most // self._area} tokens, and the model's tables of positions hold {self.most_tokens}"
             )
         return self if most is None else replace(self, max_pixels=most)
 

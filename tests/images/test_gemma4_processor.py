@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,14 @@ def processor(patch: int = 4, merge: int = 3, whole: bool = True, **keys: Any) -
         values, "processor_config.json", types=("Gemma4ImageProcessor",), patch=patch, merge=merge, placeholder=7, image_begin=8,
         image_end=9, whole=whole,
     )
+
+
+def test_max_pixels_are_refused_that_the_tables_of_positions_do_not_hold() -> None:
+    own = replace(processor(), most_tokens=280)
+    area = own.multiple**2
+    assert own.within(None, 280 * area).max_pixels == 280 * area
+    with pytest.raises(ValueError, match=f"max_pixels={560 * area} is 560 tokens, and the model's tables of positions hold 280"):
+        own.within(None, 560 * area)
 
 
 @settings(max_examples=400)

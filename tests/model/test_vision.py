@@ -265,6 +265,14 @@ def test_a_token_of_gemma4_that_does_not_exist_is_refused(part: str, keys: Any, 
     refused_key(make_image_model(tmp_path / "model", "gemma4_small"), tmp_path, part, keys, said)
 
 
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_max_pixels_of_a_job_are_within_the_tables_of_positions_of_gemma4(kind: str, tmp_path: Path) -> None:
+    processor = load_vision(make_image_model(tmp_path, kind)).processor
+    assert processor.within(None, processor.max_pixels) == processor
+    with pytest.raises(ValueError, match=r"is 140 tokens, and the model's tables of positions hold 70"):
+        processor.within(None, 2 * processor.max_pixels)
+
+
 def test_whether_images_are_cut_follows_from_the_language_model(tmp_path: Path) -> None:
     tower, unified = "gemma4", "gemma4_unified"
     for kind, key, most in ((tower, "vision", 70), (tower, None, 0), (tower, ..., 0), (unified, None, 0), (unified, ..., 70)):

@@ -12,7 +12,7 @@ scaled. Source: transformers 5, models/gemma4 (Gemma4VisionModel, Gemma4Multimod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -137,7 +137,8 @@ def read_gemma4(files: VisionFiles) -> VisionSpec:
     if side > (num_positions := own.integer("position_embedding_size")):
         raise own.refusal(f"position_embedding_size={num_positions} is below {side}, the patches of a side; correct it")
     return Gemma4VisionSpec(
-        processor=processor, axes=(), depth=own.integer("num_hidden_layers"), size=own.integer("hidden_size"), heads=heads,
+        processor=replace(processor, most_tokens=num_positions // processor.merge), axes=(),
+        depth=own.integer("num_hidden_layers"), size=own.integer("hidden_size"), heads=heads,
         inner=own.integer("intermediate_size"), hidden_size=config.part("text_config").integer("hidden_size"), theta=theta,
         head_dim=head_dim, eps=own.number("rms_norm_eps"), num_positions=num_positions,
         clipped=own.flag("use_clipped_linears"), standardized=own.flag("standardize"),

@@ -86,7 +86,8 @@ def read_gemma4_unified(files: VisionFiles) -> VisionSpec:
     if (most := processor.max_pixels // side**2) > (num_positions := own.integer("mm_posemb_size")):
         raise own.refusal(f"mm_posemb_size={num_positions} is below {most}, the tokens of a side; correct it")
     return Gemma4EmbedderSpec(
-        processor=replace(processor, patch=side, merge=1), axes=(), depth=0, size=size, heads=1, inner=3 * side**2,
+        processor=replace(processor, patch=side, merge=1, most_tokens=num_positions),
+        axes=(), depth=0, size=size, heads=1, inner=3 * side**2,
         hidden_size=text.integer("hidden_size"), eps=own.number("rms_norm_eps"),
         num_positions=num_positions,
     )
