@@ -115,6 +115,8 @@ def choose_batch(
     Raises CapacityError if not even one row of demand.max_tokens fits.
     """
     on_cpu, num_verified = device.type == "cpu", drafts.counts[-1]
+    if packing.max_num_batched_tokens is not None:  # also where memory is held back for a pass
+        packing = replace(packing, max_num_batched_tokens=max(packing.max_num_batched_tokens, spec.least_pass))
     run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
     most_slots = CPU_SLOTS if on_cpu else GPU_SLOTS
     if not decodes:
@@ -235,9 +237,9 @@ def _held_back(
     while True:
         reserve = reserve_of(tokens)
         fits = reserve <= free_bytes // 4 or reserve - rounds <= free_bytes // 16
-        if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or fits:
+        if packing.max_num_batched_tokens or tokens <= max(CPU_PREFILL, spec.least_pass) or fits:
             return tokens, reserve
-        tokens //= 2
+        tokens = max(tokens // 2, spec.least_pass)
 
 
 def _rows_of_passes(packing: PackingConfig, spec: ModelSpec, demand: Demand, run_ahead: int, *, on_cpu: bool) -> int:

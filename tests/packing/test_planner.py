@@ -69,8 +69,12 @@ def on_gpu(
 def test_passes_have_room_for_what_may_not_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a batch was made smaller than the key says, because memory ran out."""
     assert on_gpu(max_num_batched_tokens=64).prefill_tokens == 64
-    monkeypatch.setattr(ModelSpec, "least_pass", property(lambda _: 280))
-    assert on_gpu(max_num_batched_tokens=64).prefill_tokens == 280
+    monkeypatch.setattr(ModelSpec, "least_pass", property(lambda _: 16_384))
+    found = on_gpu(max_num_batched_tokens=64)
+    assert (found.prefill_tokens, found.num_pages) == (16_384, on_gpu(max_num_batched_tokens=16_384).num_pages)  # memory is kept
+    demand, free_bytes = replace(REASONING, max_tokens=8400), 10 * 10**9  # a small GPU, where passes are shortened
+    small, given = (on_gpu(demand, free_bytes, **keys) for keys in ({}, {"max_num_batched_tokens": 16_384}))
+    assert (small.prefill_tokens, small.num_pages) == (16_384, given.num_pages)
 
 
 def test_memory_is_kept_for_the_graphs_of_every_draft_length_that_is_tried() -> None:
