@@ -96,6 +96,10 @@ def test_ocr_writes_the_answer_to_every_page_in_order_and_keeps_loops_out(loopin
     joined = eval(join.replace("out/ocr", f"{tmp_path}/out"), {"pl": pl})
     assert joined["doc"].to_list() == ["a.pdf", "b.pdf"]
     assert joined["completion"][1] == "\n\n".join(unguarded.filter(doc="b.pdf")["completion"])
+    failed = pl.DataFrame({"doc": ["c.pdf"] * 3, "completion": ["one", None, "three"]})
+    failed.write_parquet(next((tmp_path / "out/data").glob("*.parquet")))
+    joined = eval(join.replace("out/ocr", f"{tmp_path}/out").replace("*", "part-00000"), {"pl": pl})
+    assert joined["completion"].to_list() == ["one\n\n[page not read]\n\nthree"]
 
 
 def test_ocr_reads_several_pages_in_a_row(model: Path, tmp_path: Path) -> None:
