@@ -67,10 +67,10 @@ def test_parts_of_long_pdfs_are_read_in_batches_of_some_columns(tmp_path: Path, 
 def test_a_pdf_that_cannot_be_read_is_one_bad_row_and_stops_no_other(tmp_path: Path) -> None:
     good = make_pdf([Page()])
     folder = papers(tmp_path, a=good, b=make_pdf([Page()], locked=True), c=b"nonsense", d=make_pdf([]))
-    (folder / "e.PDF").write_bytes(good)
+    (folder / "e.Pdf").write_bytes(good)
     rows, bad = rows_of(str(folder))
     assert [(row["doc"], row["page"]) for row in rows] == [
-        ("a.pdf", 1), ("b.pdf", None), ("c.pdf", None), ("d.pdf", None), ("e.PDF", 1)
+        ("a.pdf", 1), ("b.pdf", None), ("c.pdf", None), ("d.pdf", None), ("e.Pdf", 1)
     ]
     assert [bad[row].split(";")[0] for row in (1, 2, 3)] == [
         "bad_pdf: the PDF cannot be read: it needs a password", "bad_pdf: the PDF cannot be read: it is damaged, or no PDF",

@@ -18,9 +18,9 @@ from batchspec.data.dataset.lines import LongLine, lines_of
 from batchspec.data.storage.places import LocalPlace, Place
 from batchspec.errors import InputError
 
-CSV, PDF = (".csv",), (".pdf", ".PDF")
+CSV, PDF = (".csv",), (".pdf",)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-KNOWN = f"{', '.join(PARQUET + ARROW + JSON_LINES + CSV + PDF[:1])}; text may be compressed: .jsonl{', .jsonl'.join(CODECS)}"
+KNOWN = f"{', '.join(PARQUET + ARROW + JSON_LINES + CSV + PDF)}; text may be compressed: .jsonl{', .jsonl'.join(CODECS)}"
 """For messages."""
 _MAGIC = {
     b"\x1f\x8b": "gzip data; let its name end in .gz",
@@ -50,14 +50,14 @@ def format_of(path: PurePath) -> Format | None:
     """The format of a file with this name; None if it is not data."""
     codec = CODECS.get(path.suffix)
     suffix = path.with_suffix("").suffix if codec else path.suffix
-    for kind, suffixes in (("parquet", PARQUET), ("arrow", ARROW), ("jsonl", JSON_LINES), ("csv", CSV), ("pdf", PDF)):
-        if suffix in suffixes and not (codec and kind in ("parquet", "arrow", "pdf")):
+    for kind, suffixes in (("parquet", PARQUET), ("arrow", ARROW), ("jsonl", JSON_LINES), ("csv", CSV)):
+        if suffix in suffixes and not (codec and kind in ("parquet", "arrow")):
             return Format(kind, codec)
-    return None
+    return Format("pdf", None) if is_pdf(path) else None
 
 
 def is_pdf(path: PurePath) -> bool:
-    return path.suffix in PDF
+    return path.suffix.lower() in PDF
 
 
 class TextStream:
