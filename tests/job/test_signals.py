@@ -15,12 +15,14 @@ import pytest
 
 from batchspec import cli, run
 from batchspec.commands import stats
+from batchspec.data.dataset.reader import InputShard
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import Interrupted, TooManyErrors
 from batchspec.job import run_job as job
 from batchspec.job.runner import checked_run, conclude
 from batchspec.job.runner.job_run import FoundRun
 from batchspec.job.runner.oom_fallback import EngineWithFallback
+from batchspec.job.runner.shard_work import ShardWork
 from batchspec.process.first_signals import SIGNALS
 from batchspec.process.signals import EndSignals
 from tests.helpers.runs import make_model, make_prompts, put, run_apart
@@ -316,3 +318,25 @@ def test_a_program_that_imports_batchspec_keeps_its_own_handlers() -> None:
     handlers = f"[signal.getsignal(n) for n in {[*map(int, SIGNALS)]}]"
     code = f"import signal; own = {handlers}; import batchspec, batchspec.cli, batchspec.run; assert {handlers} == own"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def signalled_at_the_third_shard() -> None:
+    """A patch: the process sends itself a real signal when it is about to admit the rows of its third shard."""
+    without_images = ShardWork.without_images
+
+    def signalled(self: ShardWork, shard: InputShard) -> InputShard:
+        if shard.index == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return without_images(self, shard)
+
+    put(ShardWork, "without_images", signalled)
+
+
+@pytest.mark.second
+def test_a_signal_ends_a_run_that_reads_one_error_row_after_the_other(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": \n' * 40 + '{"prompt": "the last"}\n' * 2)
+    words = [*command, f"input.path={tmp_path}/bad.jsonl", "input.max_error_fraction=1"]
+    code, said = run_apart(words, tmp_path / "log", signalled_at_the_third_shard)
+    assert (code, "SIGTERM: 3 of 21 shards are committed" in said) == (Interrupted.exit_code, True), said
+    assert run.main(words) == 0
+    assert not OutputFolder(tmp_path / "out").missing()
