@@ -121,7 +121,7 @@ def _opened(path: str) -> Iterator[tuple[ModuleType, Any, os.stat_result]]:
         except BadImage:
             raise
         except OSError as error:
-            raise BadPdf(f"it cannot be opened ({error.strerror or error})") from None
+            raise BadPdf(f"it cannot be opened ({error.strerror or error})") from error
         except Exception as error:  # of hostile bytes
             said = " ".join(str(error).split()) or type(error).__name__
             raise BadPdf(f"PDFium cannot read it ({said}); repair it, or leave it out of input.path") from error

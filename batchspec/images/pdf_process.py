@@ -1,7 +1,8 @@
 """The process that lists the pages of PDFs, with limits on CPU time and memory, because they are input. It imports no torch.
 
 It reads pickles from its input and answers with pickles: first (None, memory in bytes, CPU seconds), then the path of each PDF.
-The answer is the sizes of its pages (`sizes_of`), or text that says why it cannot be read.
+The answer is the sizes of its pages (`sizes_of`), text that says why it cannot be read, or the OSError with
+which it could not be opened.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def main() -> None:
             os._exit(OUT_OF_MEMORY)
 
 
-def _answer(path: str) -> NDArray[np.float32] | str:
+def _answer(path: str) -> NDArray[np.float32] | str | OSError:
     try:
         return sizes_of(path)
     except BadPdf as error:
         if isinstance(error.__cause__, MemoryError):
             os._exit(OUT_OF_MEMORY)
-        return str(error)
+        return error.__cause__ if isinstance(error.__cause__, OSError) else str(error)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,10 @@ class Full(Died):
     """It has reached a limit on all that it holds, of this request and of earlier ones."""
 
 
+class TooLong(Died):
+    """The request has taken the limit of CPU time."""
+
+
 class Killed(Died):
     """It was killed from outside, probably because the machine's memory ran out. Its request need not be the cause."""
 
@@ -104,8 +108,9 @@ class LimitedProcess:
             if code == -signal.SIGKILL:
                 why = self._killed_because or "its process was killed, probably because the machine has too little memory"
                 raise Killed(why) from None
-            too_long = self.too_long.format(cpu_s=self._cpu_s)
-            raise Died(too_long if code == -signal.SIGXCPU else f"its process ended with {code}") from None
+            if code == -signal.SIGXCPU:
+                raise TooLong(self.too_long.format(cpu_s=self._cpu_s)) from None
+            raise Died(f"its process ended with {code}") from None
         self._has_answered = True
         if isinstance(answer, Defect):
             self.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import signal
@@ -21,7 +22,8 @@ from batchspec.data.dataset.columns import map_columns
 from batchspec.data.dataset.pdf_file import PAGE, SCHEMA, ListPages, PdfFile
 from batchspec.data.dataset.reader import derived_ids, open_source, place_in_file
 from batchspec.data.storage.places import RemotePlace, place_of
-from batchspec.errors import CapacityError, ConfigError, InputError
+from batchspec.errors import CapacityError, ConfigError, InputError, StorageError
+from batchspec.process.limited_process import Died, Full, TooLong
 from tests.helpers.pdfs import Page, make_pdf
 
 Rows = list[dict[str, Any]]
@@ -78,6 +80,17 @@ def test_a_pdf_that_cannot_be_read_is_one_bad_row_and_stops_no_other(tmp_path: P
     ]
 
 
+class Listing(ListPages):
+    """Its process answers this."""
+
+    answer: Exception
+
+    def result(self, request: object) -> Any:
+        if isinstance(self.answer, Died):
+            raise self.answer
+        return self.answer
+
+
 class Dying(ListPages):
     """Its process ends by a signal whenever it is asked."""
 
@@ -115,16 +128,54 @@ def test_a_changed_pdf_is_noticed_during_a_run_and_by_the_next_one(tmp_path: Pat
     assert (after[:3], after[3] == before[3]) == (before[:3], False)
 
 
-def test_pdfs_beside_rows_are_papers_about_them_unless_they_are_named(tmp_path: Path) -> None:
+def test_pdfs_beside_rows_are_papers_about_them_unless_they_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = papers(tmp_path, a=make_pdf([Page()]))
     pl.DataFrame({"prompt": ["x"]}).write_parquet(folder / "rows.parquet")
     assert rows_of(str(folder))[0] == [{"prompt": "x"}]
+    assert caplog.messages == [f"1 PDF left out: {folder} has other data; name them with {folder}/*.pdf"]
     assert len(rows_of(f"{folder}/*.pdf")[0]) == 1
     with pytest.raises(InputError, match=r"column 'doc' differs between files: rows\.parquet has no such column"):
         open_source(InputConfig(path=[f"{folder}/a.pdf", f"{folder}/rows.parquet"]))
     (folder / "words.jsonl").write_bytes(make_pdf([Page()]))
     with pytest.raises(InputError, match=r"words\.jsonl holds a PDF; let its name end in \.pdf"):
         open_source(InputConfig(path=f"{folder}/words.jsonl"))
+
+
+def test_a_folder_with_the_name_of_a_pdf_is_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "old.pdf").mkdir()
+    papers(tmp_path, a=make_pdf([Page()]))
+    with pytest.raises(InputError, match=r"old\.pdf is a folder; name its files with .*old\.pdf/\*\.pdf, or leave it out"):
+        open_source(InputConfig(path=f"{tmp_path}/*.pdf"))
+
+
+def test_limits_of_the_machine_and_its_disks_are_not_taken_for_a_bad_pdf(tmp_path: Path) -> None:
+    """Where they are others, another run would find other rows."""
+    path = papers(tmp_path, a=make_pdf([Page()])) / "a.pdf"
+    pages = Listing()
+    for answer, kind, said in (
+        (Full("listing its pages takes more than 4 GiB of memory"), CapacityError, "more than 4 GiB of memory; leave it out"),
+        (TooLong("listing its pages takes more than 60 s"), CapacityError, "a.pdf: listing its pages takes more than 60 s; "),
+        (OSError(errno.EIO, "Input/output error", str(path)), StorageError, "Input/output error"),
+        (PermissionError(errno.EACCES, "Permission denied", str(path)), InputError, "Permission denied"),
+    ):
+        pages.answer = answer
+        with pytest.raises(kind, match=said):
+            pages.sizes(path)
+
+
+@pytest.mark.second
+def test_the_processes_limits_stop_the_listing_by_name(tmp_path: Path) -> None:
+    path = papers(tmp_path, a=make_pdf([Page()])) / "a.pdf"
+    pages = Dying()
+    pages.by = signal.SIGXCPU
+    with pytest.raises(CapacityError, match="listing its pages takes more than 60 s; leave it out"):
+        pages.sizes(path)
+    pages.close()
+    path.unlink()
+    with pytest.raises(InputError, match="No such file"):
+        ListPages().sizes(path)
 
 
 def test_rows_of_other_files_are_no_pages_whatever_their_columns_are(tmp_path: Path) -> None:

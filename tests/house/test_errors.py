@@ -100,7 +100,7 @@ def classes() -> Iterator[type[BaseException]]:
 
 
 INTERNAL = {
-    "CutAnswer", "Died", "Full", "GivenUp", "InFlightError", "Killed", "NullNeeded", "Recursive", "TooManyStates",
+    "CutAnswer", "Died", "Full", "GivenUp", "InFlightError", "Killed", "TooLong", "NullNeeded", "Recursive", "TooManyStates",
     "_CallbackFailed", "_Malformed",
 }
 """Exceptions of which no one sees the message."""

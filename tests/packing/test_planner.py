@@ -73,7 +73,7 @@ def test_passes_have_room_for_what_may_not_be_cut(monkeypatch: pytest.MonkeyPatc
     found = on_gpu(max_num_batched_tokens=64)
     assert (found.prefill_tokens, found.num_pages) == (16_384, on_gpu(max_num_batched_tokens=16_384).num_pages)  # memory is kept
     demand, free_bytes = replace(REASONING, max_tokens=8400), 10 * 10**9  # a small GPU, where passes are shortened
-    small, given = (on_gpu(demand, free_bytes, **keys) for keys in ({}, {"max_num_batched_tokens": 16_384}))
+    small, given = on_gpu(demand, free_bytes), on_gpu(demand, free_bytes, max_num_batched_tokens=16_384)
     assert (small.prefill_tokens, small.num_pages) == (16_384, given.num_pages)
 
 

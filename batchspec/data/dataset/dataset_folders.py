@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from batchspec.console.text import counted
 from batchspec.data.dataset.files import ARROW
 from batchspec.data.dataset.formats import format_of, is_pdf
 from batchspec.data.storage.local_tree import is_hidden
@@ -30,6 +32,8 @@ _TABLES = {
     "metadata": ("an Iceberg table", "polars.scan_iceberg(TABLE).sink_parquet(FILE)"),
 }
 """The folder that marks a table -> what it is, and what makes Parquet of its current rows."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +59,16 @@ def data_files(root: Place, places: Iterator[Place], entry: str) -> DataFiles:
             )
         if place.path.name in METADATA:
             continue
+        if place.is_dir():  # of a pattern
+            suffix = place.path.suffix
+            raise InputError(f"input.path {entry}: {place} is a folder; name its files with {place}/*{suffix}, or leave it out")
         if why := place.problem:
             raise InputError(f"input.path {entry}: {place} cannot be read: {why}; mend it, or leave it out of input.path")
         found.append(place)
     rows = [place for place in found if not is_pdf(place.path)]
+    if rows and len(rows) < len(found):
+        kind = counted(len(found) - len(rows), "PDF")
+        log.warning("%s", f"{kind} left out: {root} has other data; name them with {root}/*.pdf")
     found = rows or found
     for folder in _folders(root, found):
         _check_no_table(folder)

@@ -20,7 +20,7 @@ from batchspec.data.dataset.lines import LineNumbers
 from batchspec.data.dataset.untyped_columns import PDF_MARK
 from batchspec.data.storage.places import LocalPlace, Place
 from batchspec.errors import CapacityError, ConfigError, InputError
-from batchspec.process.limited_process import OUT_OF_MEMORY, Died, Killed, LimitedProcess
+from batchspec.process.limited_process import OUT_OF_MEMORY, Died, Full, Killed, LimitedProcess, TooLong
 
 BAD_PDF = "bad_pdf"
 MEMORY_BYTES, CPU_S = 4 << 30, 60
@@ -48,20 +48,26 @@ class ListPages(LimitedProcess):
         super().__init__((None, MEMORY_BYTES, CPU_S))
 
     def sizes(self, path: Path) -> NDArray[np.float32] | str:
-        """float32 [pages, 2] width and height of each page in points, or why the PDF cannot be read. A PDF with which the process
-        died is given to a new one. Raises CapacityError if the machine has too little memory."""
+        """float32 [pages, 2] width and height of each page in points, or what PDFium says of bytes it cannot read. A PDF with
+        which the process died is given to a new one. What another machine may list otherwise ends the job: CapacityError if the
+        machine has too little memory or a limit is reached, StorageError or InputError for a file that cannot be opened."""
         try:
-            return self._checked(self.result(str(path)))
+            return self._checked(self.result(str(path)), path)
         except Died:
             try:
-                return self._checked(self.result_alone(str(path)))
+                return self._checked(self.result_alone(str(path)), path)
+            except (Full, TooLong) as limit:
+                raise CapacityError(f"{path}: {limit}; leave it out of input.path, or divide it") from None
             except Killed as killed:
                 raise CapacityError(f"{path}: {killed}; free memory and run the same command again") from None
             except Died as died:
                 return f"{died}; repair it, or leave it out of input.path"
 
     @staticmethod
-    def _checked(found: Any) -> NDArray[np.float32] | str:
+    def _checked(found: Any, path: Path) -> NDArray[np.float32] | str:
+        if isinstance(found, OSError):
+            with reading(str(path)):
+                raise found
         assert isinstance(found, np.ndarray | str)
         return found
 
