@@ -146,7 +146,7 @@ def test_pdfs_beside_rows_are_papers_about_them_unless_they_are_named(
 def test_a_folder_with_the_name_of_a_pdf_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "old.pdf").mkdir()
     papers(tmp_path, a=make_pdf([Page()]))
-    with pytest.raises(InputError, match=r"old\.pdf is a folder; name its files with .*old\.pdf/\*\.pdf, or leave it out"):
+    with pytest.raises(InputError, match=r"old\.pdf is a folder, not a file; name its files with .*old\.pdf/\*\.pdf"):
         open_source(InputConfig(path=f"{tmp_path}/*.pdf"))
 
 

@@ -61,7 +61,7 @@ def data_files(root: Place, places: Iterator[Place], entry: str) -> DataFiles:
             continue
         if place.is_dir():  # of a pattern
             suffix = place.path.suffix
-            raise InputError(f"input.path {entry}: {place} is a folder; name its files with {place}/*{suffix}, or leave it out")
+            raise InputError(f"input.path {entry}: {place} is a folder, not a file; name its files with {place}/*{suffix}")
         if why := place.problem:
             raise InputError(f"input.path {entry}: {place} cannot be read: {why}; mend it, or leave it out of input.path")
         found.append(place)
