@@ -16,7 +16,6 @@ write   conclude            the card and the report, once no shard is missing; t
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import closing
 
@@ -116,8 +115,7 @@ def decode_missing(
         ):
             signals.interrupt("while the model was loaded")
             interlude = interlude_of(job, survey, progress, run.saved, run.folder.heartbeats())
-            held = weakref.proxy(interlude)  # which holds the engines: a cycle would keep their memory
-            engines = EngineWithFallback(interlude.as_now(job), survey, progress, load, lambda *why: held.without(*why))
+            engines = EngineWithFallback(interlude.as_now(job), survey, progress, load, interlude.without)
             start_up.done("engine")
             start_up_s = start_up.reached_s - surveyed_s
             begun = run.begin(interlude.as_now(job), engines, progress)

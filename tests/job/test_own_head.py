@@ -343,12 +343,12 @@ def test_a_run_decodes_on_while_another_one_trains_and_changes_when_the_head_is_
     looks: list[str] = []
     look = OwnHead._looks
 
-    def looked(self: OwnHead) -> bool:
+    def looked(self: OwnHead, *asked: Any) -> bool:
         looks.append("")
         if len(looks) == 200:
             assert self._has_enough
             path.with_suffix(".later").rename(path)
-        return look(self)
+        return look(self, *asked)
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("another run has the claim")

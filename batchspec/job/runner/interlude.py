@@ -12,15 +12,11 @@ from batchspec.records import Completion
 
 
 class Interlude:
-    """Nothing. A subclass ends a pass by `stop_pass`; then it is `due`."""
+    """Nothing. A subclass becomes `due` after a round."""
 
     due = False
-    """Whether the present pass ends for it."""
-    stop_pass: Callable[[], None]
-    """Ends the present pass at the engine's next step: finished rows and the tokens of unfinished ones are saved, and the claims
-    of the run released."""
-    has_time: Callable[[float], bool]
-    """Whether the batch system leaves the run so many seconds."""
+    """Whether the present pass ends for it at the engine's next step: finished rows and the tokens of unfinished ones are saved,
+    and the claims of the run released."""
     idle_s = 0.0
     """Seconds that it has taken, in which nothing was decoded."""
 
@@ -35,8 +31,8 @@ class Interlude:
     def finished(self, completion: Completion) -> None:
         """A row has finished in the engine."""
 
-    def after_round(self, totals: EngineTotals) -> None:
-        """A round has ended; `totals` of the run."""
+    def after_round(self, totals: EngineTotals, has_time: Callable[[float], bool]) -> None:
+        """A round has ended; `totals` of the run. has_time: whether the batch system leaves the run so many seconds."""
 
     def run(self, engines: EngineWithFallback, asked: Callable[[], str | None]) -> None:
         """Do it, and leave an engine in memory. Called if it is due.

@@ -53,14 +53,16 @@ class RunMonitor:
         beat: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
         interlude: Interlude | None = None,
+        end_pass: Callable[[], None] = lambda: None,
     ) -> None:
         """
         totals    the engine's totals so far
         beat      called whenever the run makes progress
         deadline  checks every row before it begins
-        interlude told about rounds and rows; it may end the pass
+        interlude told about rounds and rows
+        end_pass  called when the interlude is due
         """
-        self._interlude = interlude or Interlude()
+        self._interlude, self._end_pass = interlude or Interlude(), end_pass
         self.deadline = deadline or Deadline(lambda: None, 0.0, keeps_tokens=True)
         self._progress, self._timeline, self._tokens_at_start = progress, timeline, totals.tokens
         self._before = totals.tokens, totals.accepted, totals.row_rounds
@@ -123,5 +125,7 @@ class RunMonitor:
             self._claims.renew()
         if self._timeline is not None:
             self._timeline.observe(totals, exhausted=self._feed is not None and self._feed.requests.ended)
-        self._interlude.after_round(totals)
+        self._interlude.after_round(totals, self.deadline.leaves)
+        if self._interlude.due:
+            self._end_pass()
         self._before = totals.tokens, totals.accepted, totals.row_rounds

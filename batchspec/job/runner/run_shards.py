@@ -57,9 +57,7 @@ class ShardRunner:
         self._all_shards = set(range(self.folder.num_shards))
         self._claims, self._attempts, self._journal = self.folder.claims(), self.folder.attempts(), self.folder.journal()
         self._watchdog, watchdog.save = watchdog, self._saved_by_watchdog
-        self._deadline = job_deadline(self.job, engines)
-        self._interlude, interlude.stop_pass = interlude, lambda: engines.current.stop()
-        interlude.has_time = self._deadline.leaves
+        self._deadline, self._interlude = job_deadline(self.job, engines), interlude
 
     def run(self) -> None:
         """Work until nothing is left for this run. However it ends, its claims are released.
@@ -112,7 +110,8 @@ class ShardRunner:
         self._watchdog.begin_loading()  # until the first row begins
         totals, beat = self.engines.current.totals, self._watchdog.beat
         monitor = RunMonitor(
-            self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline, self._interlude
+            self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline, self._interlude,
+            lambda: self.engines.current.stop(),
         )
         claimed = ClaimedShards(
             self._claims, self._attempts, self._journal, self._journaled, self._deadline, is_done=self.folder.is_done,

@@ -104,16 +104,14 @@ class OwnHead(Interlude):
     def _has_enough(self) -> bool:
         return self._num_tokens >= self._own.tokens and len(self._rows) >= FEWEST_ROWS
 
-    def after_round(self, totals: EngineTotals) -> None:
+    def after_round(self, totals: EngineTotals, has_time: Callable[[float], bool]) -> None:
         self._measure(totals)
         if self._is_open and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_S
             try:
-                self.due = self._looks()
+                self.due = self._looks(has_time)
             except StorageError as error:
                 self._give_up(f"its store cannot be used: {error}")
-        if self.due:
-            self.stop_pass()
 
     def _measure(self, totals: EngineTotals) -> None:
         now, phase = time.monotonic(), self._phase
@@ -125,20 +123,20 @@ class OwnHead(Interlude):
             phase.accepted += totals.accepted - accepted
         self._last = (now, totals.tokens, totals.row_rounds, totals.accepted)
 
-    def _looks(self) -> bool:
+    def _looks(self, has_time: Callable[[float], bool]) -> bool:
         """Whether the pass is to end: to train, or to draft with the head that the store has."""
         record = self._stored.record()
         if record is None and (self._has_enough or self._stored.has_rows(self._fingerprint)) and self._claims.take(CLAIM):
             record = self._stored.record()  # the run that had the claim may have ended its training since
-            if record is None and self._would_pay():
+            if record is None and self._would_pay(has_time):
                 self._is_open = False
                 return True
             self._claims.release()
         return record is not None and self._judge(record, cost_s=RELOAD_S)
 
-    def _would_pay(self) -> bool:
+    def _would_pay(self, has_time: Callable[[float], bool]) -> bool:
         needs_s = training_s(self._own.minutes)
-        if not self.has_time(needs_s):
+        if not has_time(needs_s):
             self._give_up(f"the time limit leaves less than the {duration(needs_s)} that training a head takes")
             return False
         found = self._prospect(self._measured(), cost_s=needs_s, others_decode=True)
