@@ -143,7 +143,7 @@ class ShardRunner:
             check_all_read(claimed.unread, self.folder.num_shards)
 
     def _pause_for_interlude(self) -> None:
-        """Leave everything as the end of this run would, so that other runs may go on with it; then begin anew."""
+        """Save rows and release claims as at the end of a run, so that other runs may take the shards; then run the interlude."""
         self._journal.flush(self.engines.current.unfinished())
         self._settle()
         self._attempts.clear()

@@ -63,7 +63,7 @@ def prospect(
     before    drafts that its rounds accept; None: as many as `plan` assumes
     accepted  drafts that the head's rounds accept, if they verify K; None: as many as are assumed
     cost_s    seconds that pass before the head drafts, in which nothing is decoded
-    others_decode  only one run stands still in this time: it trains
+    others_decode  only this run decodes nothing in this time, because it trains; the others go on
     """
     drafts = expected_drafts(job)
     if before is not None:

@@ -38,7 +38,7 @@ from batchspec.packing.survey import Survey
 from batchspec.records import ANSWERED, Completion, Ids
 
 LOOK_S = 10.0
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 FEWEST_ROWS = 16
 """Answers that a training needs besides their tokens: an eighth are held out."""
 MEASURED_ROUNDS = 4096
