@@ -10,7 +10,7 @@ from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import RowEnds
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.kernels.rounds.accept import FAILED, FULL, HELD, STOPPED
 from batchspec.records import Completion, Request, RowError

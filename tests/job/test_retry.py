@@ -34,7 +34,7 @@ from batchspec.data.storage.open_store import open_store
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.errors import OutputError
 from batchspec.job.prepare import Job, open_job, survey_first
 from batchspec.job.report.status import StatusReader

@@ -24,7 +24,7 @@ from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.results import RoundLog
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.errors import ConfigError
 from batchspec.records import Channels, Completion, Request, SamplingParams, Snapshot, Thinking

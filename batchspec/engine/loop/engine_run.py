@@ -23,8 +23,7 @@ from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import RowEnds
-from batchspec.engine.slots.row_feature import Features
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import Features, RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.kernels.rounds.accept import HELD

@@ -18,7 +18,7 @@ from batchspec.engine.slots.prefix_groups import PrefixGroups
 from batchspec.engine.slots.refill_policy import rounds_before_refill
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import RowEnds
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.step import PageGrant, Prefill, Refill, RoundShape, ScheduledRound, ScheduledStep
 
 

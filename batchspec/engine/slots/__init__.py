@@ -11,7 +11,6 @@
   prefix_groups.py    rows whose first pages are the same
   prefix_plan.py      which states rows take over from prefixes, and leave for others
   launch.py           what the host keeps of launches until it reads their results
-  row_feature.py      what a row may ask for beyond tokens: the moments at which a feature acts
-  run_features.py     the features of a run, and which of them each row has
+  row_feature.py      what a row may ask for beyond tokens: the moments at which a feature acts, and the features of a run
   watch.py            when the features of a row examine it next
 """

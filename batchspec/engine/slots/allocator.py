@@ -16,7 +16,7 @@ from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.engine.slots.prefix_plan import PrefixPlanner
 from batchspec.engine.slots.refill_policy import IdleSlots
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.engine.step import PageGrant

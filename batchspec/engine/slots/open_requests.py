@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.records import Completion, Ids, Request, Snapshot
 
 

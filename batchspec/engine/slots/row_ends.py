@@ -7,7 +7,7 @@ import time
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.kernels.rounds.accept import HELD
 
 
