@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.engine.features.stop_strings import StopFinder
-from batchspec.engine.slots.completion import completion_of
+from batchspec.engine.slots.open_requests import completion_of
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
 from batchspec.text.tokenizer import Tokenizer

@@ -34,7 +34,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.rounds.records import RoundOptions
-from batchspec.engine.slots.completion import NON_FINITE
+from batchspec.engine.slots.open_requests import NON_FINITE
 from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights

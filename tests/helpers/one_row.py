@@ -10,7 +10,7 @@ import numpy as np
 
 from batchspec.engine.features import RowFeatures
 from batchspec.engine.rounds.results import RoundLog
-from batchspec.engine.slots.completion import completion_of
+from batchspec.engine.slots.open_requests import completion_of
 from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.kernels.rounds.accept import FULL, STOPPED

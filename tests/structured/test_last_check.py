@@ -25,8 +25,7 @@ from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.features.stop_strings import StopStrings
 from batchspec.engine.features.texts import Texts
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.slots.completion import completion_of
-from batchspec.engine.slots.open_requests import OpenRequests
+from batchspec.engine.slots.open_requests import OpenRequests, completion_of
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.kernels.rounds.accept import FULL, STOPPED

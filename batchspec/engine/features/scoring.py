@@ -25,8 +25,8 @@ from batchspec.engine.rounds.records import LogitReader, RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.vocabulary import DIVERGED
-from batchspec.engine.slots.completion import non_finite_at
 from batchspec.engine.slots.launch import UnreadLaunch
+from batchspec.engine.slots.open_requests import non_finite_at
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable

@@ -25,8 +25,8 @@ from batchspec.engine.prefill.passes import Prefilled, PrefillPass, flat_batch, 
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import Round
-from batchspec.engine.slots.completion import NON_FINITE
 from batchspec.engine.slots.launch import UnreadLaunch
+from batchspec.engine.slots.open_requests import NON_FINITE
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable

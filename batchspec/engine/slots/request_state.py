@@ -1,4 +1,4 @@
-"""The host's state of one request: tokens read so far, statistics, pages. `completion.py` makes its completion."""
+"""The host's state of one request: tokens read so far, statistics, pages. `open_requests.py` makes its completion."""
 
 from __future__ import annotations
 
