@@ -26,7 +26,7 @@ from batchspec.data.runstate.scan import scanning
 from batchspec.engine.features import RowFeatures
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.passes import flat_batch
-from batchspec.engine.rounds.sampling import cutoffs
+from batchspec.engine.rounds.vocabulary import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.images.decode import decode

@@ -19,7 +19,7 @@ from batchspec.batch.logit_rule import LogitRows
 from batchspec.batch.logits import apply_penalties, forbid_stop_ids, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.ablation import greedy_by_softmax
-from batchspec.engine.rounds.sampling import choose, cutoffs
+from batchspec.engine.rounds.vocabulary import choose_by_logits, cutoffs
 from batchspec.kernels.sampling import cutoff
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import LEAST_TEMPERATURE, SamplingParams
@@ -208,7 +208,7 @@ def test_the_least_temperature_draws_the_likeliest_token(filters: bool) -> None:
     rows.temperature.fill_(SamplingParams(temperature=LEAST_TEMPERATURE).temperature)
     rows.top_p.fill_(0.9 if filters else 1)
     places = LogitRows(torch.arange(4, dtype=torch.int32), torch.arange(4))
-    chosen = choose(logits, places, rows, SamplingMode(random=True, filters=filters))
+    chosen = choose_by_logits(logits, places, rows, SamplingMode(random=True, filters=filters))
     assert chosen.tolist() == logits.argmax(1).tolist()
 
 
@@ -219,7 +219,7 @@ def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
     logits = torch.randn(2, VOCAB)
     places = LogitRows(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([5, 5]))
     best = int(logits[0].argmax())
-    drawn = choose(logits, places, rows, SamplingMode(random=True, filters=True))
+    drawn = choose_by_logits(logits, places, rows, SamplingMode(random=True, filters=True))
     assert int(drawn[0]) == best
 
 
@@ -227,5 +227,5 @@ def test_the_general_greedy_path_chooses_what_the_argmax_path_chooses() -> None:
     rows = make_rows(4)
     logits = torch.randn(4, VOCAB)
     places = LogitRows(torch.arange(4, dtype=torch.int32), torch.arange(4))
-    fast = choose(logits.clone(), places, rows, SamplingMode())
-    assert torch.equal(fast, choose(logits.clone(), places, rows, SamplingMode(), greedy=greedy_by_softmax))
+    fast = choose_by_logits(logits.clone(), places, rows, SamplingMode())
+    assert torch.equal(fast, choose_by_logits(logits.clone(), places, rows, SamplingMode(), greedy=greedy_by_softmax))

@@ -30,8 +30,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features.logprobs import LogprobReader
-from batchspec.engine.rounds.sampling import choose, cutoffs
-from batchspec.engine.rounds.vocabulary import Vocabulary
+from batchspec.engine.rounds.vocabulary import Vocabulary, choose_by_logits, cutoffs
 from batchspec.engine.rounds.vocabulary_of_ranks import SharedVocabulary, choose_of_ranks, cutoffs_of_ranks
 from batchspec.kernels.sampling import cutoff
 from batchspec.model.target import Target
@@ -88,7 +87,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 @given(problems(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([4, 512]))
 def test_ranks_choose_what_one_process_does(problem: dict[str, Any], count: int, quick: int) -> None:
     logits, rows, at, mode = (problem[name] for name in ("logits", "rows", "at", "mode"))
-    expected = choose(logits.clone(), at, rows, mode)
+    expected = choose_by_logits(logits.clone(), at, rows, mode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchspec.engine.rounds.vocabulary_of_ranks.QUICK_TOP", quick)
 

@@ -22,7 +22,7 @@ from batchspec.draft.base import Drafter
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.constraints import Constraints, FiniteConstraints
 from batchspec.engine.features.last_check import LastCheck
-from batchspec.engine.rounds.sampling import greedy_sample as choose_greedily
+from batchspec.engine.rounds.vocabulary import greedy_sample as choose_greedily
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.model.target import Target

@@ -2,8 +2,7 @@
 
   round.py                 a round; records.py: what rounds are given and give; verify_inputs.py: what they verify;
                            tree_round.py: a round of trees
-  sampling.py              logits -> the target's choice
-  vocabulary.py            choices among the tokens of the vocabulary; vocabulary_of_ranks.py: each rank has a part of it;
+  vocabulary.py            the target's choice of tokens by its logits; vocabulary_of_ranks.py: each rank has a part of it;
                            cutoff_of_ranks.py: top-k, top-p, min-p of these; ablation.py: a variant
   graphs.py                rounds as CUDA graphs; graph_pool.py: capture
   prefix_tables.py         groups of rows that share a prefix

@@ -42,7 +42,7 @@ class SharedSoftmaxVocabulary(SharedVocabulary):
 
 
 def greedy_by_softmax(logits: Tensor) -> Tensor:
-    """The tokens of `sampling.greedy_sample` by softmax and top-k: logits [T, V] -> int32 [T]."""
+    """The tokens of `vocabulary.greedy_sample` by softmax and top-k: logits [T, V] -> int32 [T]."""
     ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten()
     return torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN).int()
 

@@ -24,8 +24,7 @@ from batchspec.batch.logits import adjust_logits, mark_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
 from batchspec.engine.rounds.cutoff_of_ranks import searched_cutoffs
-from batchspec.engine.rounds.sampling import Greedy
-from batchspec.engine.rounds.vocabulary import DIVERGED, Vocabulary
+from batchspec.engine.rounds.vocabulary import DIVERGED, Greedy, Vocabulary
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
 from batchspec.kernels.sampling.sample import sample_part
@@ -101,7 +100,10 @@ def choose_of_ranks(
     logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, tokens: slice, vocab: int, ranks: Collectives, *,
     greedy: Greedy,
 ) -> Tensor:
-    """As `sampling.choose`, int32 [T], for logits [T, v] of `tokens`, which are changed. greedy: chooses from such logits."""
+    """As `vocabulary.choose_by_logits`, int32 [T], for logits [T, v] of `tokens`, which are changed.
+
+    greedy  chooses from such logits
+    """
     at = LogitRows(at.row_ids, at.positions, at.drafts, at.num_drafted, at.draft_rows, tokens)
     adjust_logits(logits, at, rows, mode)
     if not mode.random:
