@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchspec.engine.slots.watch import NEVER, Watch
+from batchspec.engine.slots.request_state import NEVER, Watch
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
-from batchspec.engine.slots.watch import Watch
+from batchspec.engine.slots.request_state import Watch
 from batchspec.records import Completion, Request, Snapshot, Thinking
 from tests.batch.test_logit_rules import ALL
 from tests.engine.test_lossless_combined import ROOMS

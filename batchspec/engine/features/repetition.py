@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.request_state import RequestState, Watch
 from batchspec.engine.slots.row_feature import RowFeature
-from batchspec.engine.slots.watch import Watch
 from batchspec.records import Completion, Repetition
 
 EXAMINED_TOGETHER = 16

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 from batchspec.engine.features.thinking import tracker_of
 from batchspec.engine.features.token_kinds import Kind
-from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.request_state import RequestState, Watch
 from batchspec.engine.slots.row_feature import RowFeature
-from batchspec.engine.slots.watch import Watch
 from batchspec.records import Request
 
 Decode = Callable[[Sequence[int]], str]

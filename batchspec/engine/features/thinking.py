@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from batchspec.engine.features.channels import ChannelTracker
 from batchspec.engine.features.token_kinds import Header, Kind, Tracker
-from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.request_state import NEVER, NO_TOKEN, RequestState, Watch
 from batchspec.engine.slots.row_feature import RowFeature
-from batchspec.engine.slots.watch import NEVER, NO_TOKEN, Watch
 from batchspec.records import Completion, Request, Thinking
 
 

@@ -18,9 +18,8 @@ from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk
 from batchspec.engine.rounds.records import LogitReader, RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.launch import UnreadLaunch
-from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.request_state import RequestState, Watch
 from batchspec.engine.slots.slot_table import SlotTable
-from batchspec.engine.slots.watch import Watch
 from batchspec.records import Completion, Request
 
 

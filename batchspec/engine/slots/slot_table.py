@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
-from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.watch import NEVER, NO_TOKEN
+from batchspec.engine.slots.request_state import NEVER, NO_TOKEN, RequestState
 from batchspec.kernels.rounds.accept import HELD
 
 FREE = -1
