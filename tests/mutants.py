@@ -25,7 +25,7 @@ FILES = tuple(f"batchspec/engine/{room}/*.py" for room in ("loop", "slots", "rou
 TESTS = (
     "test_allocator", "test_round_planner", "test_lockstep", "test_groups", "test_kv_groups", "test_refill_policy",
     "test_prefill_graphs", "test_deadline", "test_scoring", "test_repetition", "test_bad_words", "test_no_repeat_ngram",
-    "test_lazy", "test_engine_run", "test_tree", "test_replay", "test_lossless", "test_slots", "test_refill_times",
+    "test_lazy", "test_engine_run", "test_tree", "test_replay", "test_lossless", "test_slots", "test_run_times",
     "test_cutoff_of_ranks", "test_vocabulary", "test_adaptive", "test_ablation", "test_recurrent_rows", "test_layers_lossless",
     "test_row_lengths",
 )

@@ -39,7 +39,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.loop.round_clock import RoundClock
+from batchspec.engine.loop.run_times import RoundClock
 from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.slots import expected_pages

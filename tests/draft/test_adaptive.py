@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.draft.shapes import candidates
-from batchspec.engine.loop.round_clock import RoundClock, RoundTime
+from batchspec.engine.loop.run_times import RoundClock, RoundTime
 from batchspec.engine.rounds.draft_lengths import (
     HALF_LIFE_ROWS,
     LEAST_WEIGHT,

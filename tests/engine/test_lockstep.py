@@ -28,7 +28,7 @@ from batchspec.draft.corpus import Corpus
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.follower import Beats, follow
-from batchspec.engine.loop.round_clock import RoundClock, RoundTime
+from batchspec.engine.loop.run_times import RoundClock, RoundTime
 from batchspec.engine.ranks import messages
 from batchspec.engine.ranks.lead import RUN, Lead
 from batchspec.engine.ranks.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.loop.round_clock import RoundClock, RoundTime
+from batchspec.engine.loop.run_times import RoundClock, RoundTime
 from batchspec.engine.rounds import draft_lengths
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.slots import expected_pages

@@ -6,6 +6,6 @@
   follower.py       the loop of the other ranks of a group: they execute what the first one sends
   round_planner.py  the number of draft tokens of each round, by measured times and acceptance
   round_timer.py    the times of captured rounds; partial_rounds.py: which rounds that verify a part of their drafts are captured
-  round_clock.py    the time between the results of two rounds; refill_times.py: the fixed time of refills
+  run_times.py      the time between the results of two rounds, and the fixed time of refills
   totals.py         adds each result to requests and totals
 """

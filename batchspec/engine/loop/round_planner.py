@@ -15,9 +15,8 @@ from batchspec.cache.groups import most_keys
 from batchspec.cache.layer_state import windows_read
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.partial_rounds import PartialRounds
-from batchspec.engine.loop.refill_times import RefillTimes
-from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.loop.round_timer import RoundTimer
+from batchspec.engine.loop.run_times import RefillTimes, RoundClock
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import NO_TRIAL, DraftLengths, choices_of
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted

@@ -1,5 +1,5 @@
-"""Learns from the measured times of a run how long a round takes, and the fixed part of a refill's time: the part that does not
-grow with its tokens.
+"""Measures in a run how long rounds take, from the arrival of one round's result to that of the next, and learns from it the
+fixed part of a refill's time: the part that does not grow with its tokens.
 
 A refill is worth it once slots have been idle for as long as its fixed time. That time cannot be known before the run: it
 includes the gap on the device while the host prepares the refill, which other threads and processes lengthen.
@@ -8,12 +8,14 @@ includes the gap on the device while the host prepares the refill, which other t
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from batchspec.engine.loop.round_clock import RoundTime
 from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundWidth
 
@@ -27,6 +29,35 @@ NEWEST = 0.1
 """Weight of the newest round in the mean time of a round."""
 FIRST = 5
 """Of so many first rounds of a width only the shortest counts: one of them may include the capture of its graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """The time of a round and of the prefill passes between it and the round before."""
+
+    seconds: float
+    num_prefilled: int
+    """Tokens of those passes; 0: the round directly follows another one."""
+
+
+class RoundClock:
+    """Call `add` with each result, in the order of the launches. A new run needs a new clock."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+        self._num_prefilled = 0
+
+    def add(self, launch: UnreadLaunch, result: PendingResult) -> RoundTime | None:
+        """The time since the result of the previous round.
+
+        None for a prefill pass and for the first round.
+        """
+        if launch.is_prefill:
+            self._num_prefilled += launch.num_prefilled
+            return None
+        last, num_prefilled = self._last, self._num_prefilled
+        self._last, self._num_prefilled = result.arrived, 0
+        return None if last is None else RoundTime(result.seconds_since(last), num_prefilled)
 
 
 class RefillTimes:

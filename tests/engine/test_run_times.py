@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.loop.refill_times import FIRST, RefillTimes
-from batchspec.engine.loop.round_clock import RoundClock
+from batchspec.engine.loop.run_times import FIRST, RefillTimes, RoundClock
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.slots.launch import UnreadLaunch, UnreadLaunches
