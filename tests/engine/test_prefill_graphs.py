@@ -34,8 +34,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import CAPTURE_AT, PrefillGraphs
-from batchspec.engine.prefill.inputs import PassInputs, emitting_first
-from batchspec.engine.prefill.padded import padded_chunk
+from batchspec.engine.prefill.padded import PassInputs, emitting_first, padded_chunk
 from batchspec.engine.prefill.passes import Prefilled, chunks, prefill_chunk
 from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.records import RoundOptions

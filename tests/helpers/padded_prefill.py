@@ -15,7 +15,7 @@ from batchspec.engine.loop import engine as engine_module
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import PrefillGraphs
-from batchspec.engine.prefill.inputs import PassInputs
+from batchspec.engine.prefill.padded import PassInputs
 from batchspec.engine.prefill.passes import Prefilled
 from batchspec.engine.prefill.shapes import PassShape
 from batchspec.engine.rounds.records import RoundResult

@@ -27,8 +27,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.expected_passes import expected_uses
-from batchspec.engine.prefill.inputs import PassInputs, emitting_first
-from batchspec.engine.prefill.padded import PaddedBatch, PaddedPass
+from batchspec.engine.prefill.padded import PaddedBatch, PaddedPass, PassInputs, emitting_first
 from batchspec.engine.prefill.passes import FEW, Prefilled, seconds_of
 from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.graphs import Graphs
