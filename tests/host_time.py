@@ -16,9 +16,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,13 +31,12 @@ from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.features import RowFeatures
+from batchspec.engine.loop import round_planner
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.prefill.passes import prefill_chunk
-from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import Moment, PendingResult
@@ -147,6 +146,11 @@ class StandInEngine(Engine):
         self.executor: Executor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
 
+    def prepare(self, mode: SamplingMode, **more: Any) -> None:
+        """The scheduler is told the cost PREFILL of passes."""
+        with patch.object(round_planner, "rehearse", lambda *_: PREFILL):
+            super().prepare(mode, **more)
+
     def _begin(self, requests: RequestStream, finished: Sequence[tuple[Ids, Ids]] = ()) -> EngineRun:
         run = super()._begin(requests, finished)
         process, take = run._process, run.requests.take_completions
@@ -166,13 +170,12 @@ class StandInEngine(Engine):
 
 
 class StandInExecutor(Executor):
-    """Real rows, page tables and uploads; rounds and passes of the two classes below."""
+    """Real rows, page tables and uploads; passes that are made up, and rounds of the class below."""
 
     def __init__(self, watch: Stopwatch, target: Target, drafter: Drafter, batch: PackedBatch, device: torch.device) -> None:
         super().__init__(target, drafter, batch, device=device, options=RoundOptions())
         self._watch = watch
         self.graphs = StandInGraphs(self, watch)
-        self._prefill = StandInPrefill(self, watch)
         self._after_pass = False
 
     def execute(self, step: ScheduledStep) -> None:
@@ -187,9 +190,18 @@ class StandInExecutor(Executor):
         self._after_pass = result.began is not None
         return TimedResult(result.result, result.began, cast(torch.cuda.Event, "now"), seconds)
 
-    def rehearse(self, mode: SamplingMode) -> PrefillCost:
-        """What the scheduler is told of a prefill pass."""
-        return PREFILL
+    def _launch_prefill(self, prefill: Prefill) -> None:
+        """Passes that emit a token of each row that ends in them."""
+        self._watch.lap("launch")
+        self._pending += [PendingResult.send(self._pass(segments), 0.0) for segments in prefill.passes]
+        self._watch.lap("device")
+
+    def _pass(self, segments: Sequence[Segment]) -> RoundResult:
+        slots = np.array([segment.slot for segment in segments if segment.last], np.intp)
+        log = empty_log(len(self.rows.live), 0)
+        self.rows.live.numpy()[slots] = 1
+        emit(self.rows, log, slots, np.zeros(len(slots), np.intp))
+        return RoundResult(torch.from_numpy(log))
 
 
 class StandInGraphs(Graphs):
@@ -216,27 +228,6 @@ class StandInGraphs(Graphs):
     def seconds(self, shape: RoundShape, repeats: int = 5) -> float:
         """What the scheduler is told of a round."""
         return ROUND_S + DRAFT_S * shape.draft_len
-
-
-class StandInPrefill(PrefillRunner):
-    """Passes that emit a token of each row that ends in them."""
-
-    def __init__(self, executor: Executor, watch: Stopwatch) -> None:
-        super().__init__(executor.rows, partial(prefill_chunk, executor.round, executor.rows), executor.cache.copy_states)
-        self._watch = watch
-
-    def run(self, prefill: Prefill) -> list[PendingResult]:
-        self._watch.lap("launch")
-        results = [PendingResult.send(self._pass(segments), 0.0) for segments in prefill.passes]
-        self._watch.lap("device")
-        return results
-
-    def _pass(self, segments: Sequence[Segment]) -> RoundResult:
-        slots = np.array([segment.slot for segment in segments if segment.last], np.intp)
-        log = empty_log(len(self._rows.live), 0)
-        self._rows.live.numpy()[slots] = 1
-        emit(self._rows, log, slots, np.zeros(len(slots), np.intp))
-        return RoundResult(torch.from_numpy(log))
 
 
 @dataclass

@@ -23,8 +23,8 @@ from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.loop.executor import NUM_PROBES, _longest
-from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
+from batchspec.engine.loop.warm_up import NUM_PROBES, launches, longest_of, move_row, rehearsal_passes
+from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
@@ -149,17 +149,17 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
         shapes += [RoundShape(2, longest, mode, mean_len=0.5)] if longest else []
         executor.rows.live.zero_()
         executor.rows.provide(mode)
-        launches = executor.launches(mode, shapes)
-        assert len(launches) > NUM_PROBES
+        runs = launches(executor, mode, shapes)
+        assert len(runs) > NUM_PROBES
         before = state(engine)
         with recorded() as ahead:
-            ended = [dry_run(launch, CPU) for launch in launches]
-        assert ended == [None] * len(launches)
+            ended = [dry_run(run, CPU) for run in runs]
+        assert ended == [None] * len(runs)
         after = state(engine)
         assert all(torch.equal(after[key], value) for key, value in before.items())
         with recorded() as launched:
-            rehearsed = rehearsal(2, max_tokens=18, longest=_longest(engine.batch))
-            executor._move_row()
+            rehearsed = rehearsal_passes(2, max_tokens=18, longest=longest_of(engine.batch))
+            move_row(executor)
             for segments in rehearsed:
                 prefill_chunk(executor.round, executor.rows, segments, mode)
             for shape in shapes:
@@ -225,7 +225,7 @@ def test_rows_of_any_kind_of_layers_enter_and_resume_without_another_variant_of_
         executor.rows.provide(GREEDY)
         before = state(engine)
         with recorded() as ahead:
-            ended = [dry_run(launch, CPU) for launch in executor.launches(GREEDY, shapes)]
+            ended = [dry_run(launch, CPU) for launch in launches(executor, GREEDY, shapes)]
         assert ended == [None] * len(ended)
         after = state(engine)
         assert all(torch.equal(after[key], value) for key, value in before.items())

@@ -20,7 +20,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop import refills
-from batchspec.engine.prefill.passes import chunks
+from batchspec.engine.loop.refills import chunks
 from batchspec.engine.slots import expected_pages
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.layer_inputs import LayerInputs

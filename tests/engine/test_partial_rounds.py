@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from batchspec.draft.shapes import candidates
-from batchspec.engine.loop import executor as executor_module
+from batchspec.engine.loop import warm_up
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths, partial_buckets
 from batchspec.engine.rounds.round_widths import partial_widths
@@ -46,7 +46,7 @@ def only_many_rows(shape: RoundShape) -> float:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
 
 
 def prepared(

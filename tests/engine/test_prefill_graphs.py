@@ -32,10 +32,11 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.refills import chunks
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import CAPTURE_AT, PrefillGraphs
 from batchspec.engine.prefill.padded import PassInputs, emitting_first, padded_chunk
-from batchspec.engine.prefill.passes import Prefilled, chunks, prefill_chunk
+from batchspec.engine.prefill.passes import Prefilled, prefill_chunk
 from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import Segment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,10 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.shapes import candidates
-from batchspec.engine.loop import executor as executor_module
-from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop import warm_up
 from batchspec.engine.loop.round_planner import RoundPlanner
+from batchspec.engine.loop.warm_up import rehearsal_passes, time_passes
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.part_trial import FEWEST, PHASE_ROUNDS, WARM_UP, Turn
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
@@ -57,6 +56,9 @@ class StandInGraphs:
         self.prepared: list[RoundShape] = []
         """Those that there are."""
         self.num_ever = 0
+
+    def launches(self, shapes: Sequence[RoundShape]) -> list[Any]:
+        return []
 
     def prepare(self, shapes: Iterable[RoundShape]) -> None:
         for shape in shapes:
@@ -110,7 +112,8 @@ def planner(
     )
     spec = SimpleNamespace(layer_states=lambda dtype, page_size, draft_len: layers, experts=None)
     executor: Any = SimpleNamespace(
-        _prefill_pass=lambda *_: None,
+        prefill_pass=lambda *_: None,
+        cache=SimpleNamespace(row_tensors=()),
         target=SimpleNamespace(spec=spec, dtype=dtype, ranks=ranks, pass_sizes=lambda most: ()),
         drafter=drafter,
         round=SimpleNamespace(
@@ -122,9 +125,6 @@ def planner(
         prefill_graphs=None,
         prefill_multiple=None,
     )
-    executor._move_row = lambda: None
-    executor.compile_ahead = lambda *_: False
-    executor.rehearse, executor._rehearsal = (MethodType(own, executor) for own in (Executor.rehearse, Executor._rehearsal))
     executor.round.verify_all = lambda: setattr(executor.round, "chances", None)
     executor.graphs = StandInGraphs(batch, base, captures=dtype in GRAPH_DTYPES)
     return RoundPlanner(executor, batch, adaptive=adaptive)
@@ -150,7 +150,7 @@ def accepting(num_rows: int, accepted: int) -> RoundLog:
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If drafts pay, only probes have no drafts, and they prepare the next draft; if not, most rounds prepare none."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     one = planner(packed(4), 1)
     assert not one.ready
@@ -171,7 +171,7 @@ def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int
 
 def test_rows_of_a_round_count_by_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that took part; a round without drafts, or that verified a part of them, is not counted."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     one, seen = planner(packed(4), 1), list[list[float]]()
     one.prepare(MODE)
@@ -190,7 +190,7 @@ def test_rows_of_a_round_count_by_their_weights(monkeypatch: pytest.MonkeyPatch)
 def test_phases_of_fewer_live_rows_favour_neither_kind_of_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rounds take as long, and every row gets two tokens from each; the later of two phases that are compared has a quarter
     fewer rows."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     batch = packed(16, row_buckets=row_buckets(16), num_verified=3)
     one: Any = planner(batch, 3, draft_lens=candidates(3), base=lambda shape: 10.0 + 4.0 * shape.width.verified, row_lengths=True)
@@ -207,7 +207,7 @@ def test_phases_of_fewer_live_rows_favour_neither_kind_of_round(monkeypatch: pyt
 @pytest.mark.parametrize("most", [None, 3])
 def test_rounds_without_drafts_prepare_as_often_as_the_drafter_needs(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most so many in a row leave the drafter what it must do later; a round that drafts, or precedes one, counts anew."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one = planner(packed(4), 1, most_unprepared=most)
     one.prepare(MODE)
     lengths = [1, 0, 0, 0, 0, 0, 1, *[0] * 9]
@@ -222,7 +222,7 @@ def test_rounds_without_drafts_prepare_as_often_as_the_drafter_needs(most: int |
 def test_what_measured_rounds_made_decides_whether_they_may_verify_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per row, by the weights of the rows, and by the time until the result arrived; not of a round after a prefill. A row that
     waits does not count."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     batch = packed(12, row_buckets=row_buckets(12), num_verified=3)
     one: Any = planner(batch, 3, draft_lens=candidates(3), base=lambda shape: 10.0 + 4.0 * shape.width.verified, row_lengths=True)
@@ -317,8 +317,8 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
         assert (mode, longest) == (MODE, rehearsed)
         return replace(cost, replay=1.0)
 
-    monkeypatch.setattr(executor_module, "rehearse", recorded)
-    monkeypatch.setattr(executor_module, "rehearsal", listed)
+    monkeypatch.setattr(warm_up, "time_passes", recorded)
+    monkeypatch.setattr(warm_up, "rehearsal_passes", listed)
     one, graphs = planner(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1), SimpleNamespace(learn=learn)
     executor: Any = one._executor
     executor.prefill_graphs = graphs
@@ -334,7 +334,7 @@ def some_rows() -> ExpectedRows:
 @pytest.mark.parametrize("asked", [False, True])
 def test_prefill_passes_are_captured_last_and_count_as_graphs(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are captured after rounds were timed, because the time of a round determines how many rows a refill has."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one, rows = planner(packed(4), 1), some_rows()
     executor: Any = one._executor
     executor.prepare_passes = lambda expected, mode, *, round_s: 3 if (expected, mode, round_s) == (rows, MODE, 1.5) else 0
@@ -370,7 +370,7 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
     adaptive: bool, draft_len: int, kinds: set[tuple[int, bool]], shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tree is verified as a whole or not at all."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     base = dict.fromkeys(kinds, 1.0)
     one: Any = planner(packed(4), draft_len, draft_lens=(0, draft_len), adaptive=adaptive, base=base)
     one.prepare(MODE, shared=shared)
@@ -389,7 +389,7 @@ def test_graphs_that_read_prefixes_once_are_prepared_if_the_longest_prompt_could
     longest: int | None, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of four rows save at most half of the pages of the longest prompt; of an unknown one, of the longest row."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one: Any = planner(packed(4, page_size=16, longest_prompt=longest, max_len=128), 1, pass_bytes=5)
     one.prepare(MODE, shared=True)
     assert any(shape.shared for shape in one._executor.graphs.prepared) == prepared
@@ -402,7 +402,7 @@ def test_rounds_are_prepared_for_rows_a_little_longer_than_those_surveyed(
     longest_row: int | None, max_len: int, usual: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quarter longer, drafts included: attention over rows that might have 8,192 tokens splits them all."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one: Any = planner(packed(4, longest_row=longest_row, max_len=max_len, num_verified=1), 1)
     one.prepare(MODE)
     assert {shape.max_kv for shape in one._executor.graphs.prepared} == {usual}
@@ -442,7 +442,7 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
     )
     one._executor.sharing = spec.sharing_cost(torch.bfloat16, page_size=16, max_q=draft_len + 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+        patch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
         one.prepare(MODE, shared=shared)
     usual = set(one._executor.graphs.prepared)
     longer = {replace(shape, max_kv=one.max_kv(max_len)) for shape in usual}
@@ -505,7 +505,7 @@ def test_rounds_of_few_rows_are_left_out_where_the_last_rows_end_before_they_wou
 ) -> None:
     """Three graphs are captured in 0.9 s and take 1 s a round at least: the six of one and two rows would take 1.8 s, so that
     they could pay after two rounds, and never after one."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one: Any = planner(packed(4), 1)
     one._executor.graphs.each_s = 0.15
     one.prepare(MODE, most_rounds=most_rounds)
@@ -523,7 +523,7 @@ def test_rounds_that_are_no_graphs_may_have_any_row_bucket() -> None:
 
 def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launched_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rounds over two of four slots, every other one without drafts, are launched before the first result is there."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     one = planner(packed(4), 1)
     one.prepare(MODE)
@@ -544,7 +544,7 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
 def test_drafts_that_pay_among_few_rows_are_not_made_among_many(
     num_rows: int, draft_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one: Any = planner(packed(4), 1)
     one._executor.graphs.seconds = lambda shape: 2.0 if shape.draft_len and shape.num_rows == 4 else 1.0
     one.prepare(MODE)
@@ -552,7 +552,7 @@ def test_drafts_that_pay_among_few_rows_are_not_made_among_many(
 
 
 def test_of_another_head_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one = planner(packed(4), 1)
     one.prepare(MODE)
     assert one._lengths is not None
@@ -564,7 +564,7 @@ def test_of_another_head_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("draft_len", [0, 1])
 def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one = planner(packed(4), 1)
     assert one.round_s == 1.0
     one.prepare(MODE)
@@ -576,7 +576,7 @@ def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_l
 
 def test_the_first_round_of_a_run_has_the_draft_length_of_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft lengths are chosen one round ahead. The run before ended with one row, whose drafts cost next to nothing."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     base = {(0, False): 1.0, (0, True): 1.0, (1, True): 4.0}
     one = planner(packed(4), 1, base=base)
     one.prepare(MODE)
@@ -588,7 +588,7 @@ def test_the_first_round_of_a_run_has_the_draft_length_of_its_own_rows(monkeypat
 
 
 def test_the_time_between_two_runs_is_not_the_time_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.03, token=1e-6, replay=1e-3))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.03, token=1e-6, replay=1e-3))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     one = planner(packed(4), 1)
     one.prepare(MODE)
@@ -644,27 +644,27 @@ def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
     def launch(segments: Sequence[Segment], _: SamplingMode) -> None:
         passes.append([s.end for s in segments])
 
-    rehearse(launch, rows, rehearsal(4, max_tokens=max_tokens, longest=longest), MODE)
+    time_passes(launch, rows, rehearsal_passes(4, max_tokens=max_tokens, longest=longest), MODE)
     assert passes == between + [ends] * 3 + [[short]] * 6
     assert not rows.page_tables[0].any()
 
 
 def test_a_rehearsal_of_recurrent_layers_has_short_prompts_and_generated_tokens() -> None:
     """Prompts are cut at multiples of 64 alone, so passes of fewer tokens are whole prompts."""
-    passes = rehearsal(4, max_tokens=200, longest=150, multiple=64)
+    passes = rehearsal_passes(4, max_tokens=200, longest=150, multiple=64)
     assert [[s.end - s.begin for s in segments] for segments in passes] == [
         [1], [2], [4], [8], [16], [32], [64], [128], [17], [17] * 2, [17] * 4, [17], [150],
     ]
     assert [[s.generated for s in segments] for segments in passes].index([True]) == 8
     assert sum(s.generated for segments in passes for s in segments) == 1
     assert all(s.last or s.end % 64 == 0 for segments in passes for s in segments)
-    plain = rehearsal(4, max_tokens=200, longest=150)
+    plain = rehearsal_passes(4, max_tokens=200, longest=150)
     assert not any(s.generated for segments in plain for s in segments)
     assert [s.end - s.begin for s in plain[-1]] == [150, 50]
 
 
 def test_a_rehearsal_has_passes_of_the_sizes_that_take_other_kernels() -> None:
-    passes = rehearsal(4, max_tokens=200, longest=150, sizes=(48, 64, 300))
+    passes = rehearsal_passes(4, max_tokens=200, longest=150, sizes=(48, 64, 300))
     counts = [sum(s.end - s.begin for s in segments) for segments in passes]
     assert counts[:9] == [1, 2, 4, 8, 16, 32, 48, 64, 128]
 
@@ -681,7 +681,7 @@ def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("batchspec.engine.prefill.passes.time.perf_counter", lambda: clock[0])
     rows: Any = SimpleNamespace(page_tables=(), live=torch.zeros(4))
-    cost = rehearse(timed_pass, rows, rehearsal(4, max_tokens=100, longest=40), MODE)
+    cost = time_passes(timed_pass, rows, rehearsal_passes(4, max_tokens=100, longest=40), MODE)
     assert cost.least == 0.0625
     assert cost.token == 0.0025
 

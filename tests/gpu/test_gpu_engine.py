@@ -415,13 +415,13 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     batch = shape(4, longest_prompt=longest, max_len=128, prefill_tokens=400)
     engine = make_engine(target("cuda"), NoDrafter(), batch, device=torch.device("cuda"), decode=decode)
     ends: list[int] = []
-    launch = engine.executor._prefill_pass
+    launch = engine.executor.prefill_pass
 
     def recorded(segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
         ends.append(max(segment.end for segment in segments))
         return launch(segments, mode)
 
-    monkeypatch.setattr(engine.executor, "_prefill_pass", recorded)
+    monkeypatch.setattr(engine.executor, "prefill_pass", recorded)
     engine.prepare(SamplingMode())
     assert max(ends) == rehearsed
 

@@ -60,7 +60,7 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are padded whatever they take."""
     monkeypatch.setattr(PrefillGraphs, "cost", ALWAYS)
-    monkeypatch.setattr("batchspec.engine.loop.executor.rehearse", lambda *_, **__: ALWAYS)
+    monkeypatch.setattr("batchspec.engine.loop.warm_up.time_passes", lambda *_, **__: ALWAYS)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from batchspec import run
 from batchspec.commands import plan, verify
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.prefill.runner import PrefillRunner
+from batchspec.engine.loop.executor import Executor
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import CapacityError
 from batchspec.job.load import loaded_engine
@@ -88,8 +88,8 @@ def fails(patch: pytest.MonkeyPatch, place: str, *, again: bool = False) -> Call
 
 
 PLACES: dict[str, tuple[type, str, BaseException, int]] = {
-    "the first prefill": (PrefillRunner, "run", GPU, 1),
-    "a later prefill, beside live rows": (PrefillRunner, "run", GPU, 3),
+    "the first prefill": (Executor, "_launch_prefill", GPU, 1),
+    "a later prefill, beside live rows": (Executor, "_launch_prefill", GPU, 3),
     "a round": (Round, "run", GPU, 7),
     "a round, of the host": (Round, "run", MemoryError(), 7),
     "a shard that is admitted, after the survey": (Admission, "admit", MemoryError(), 6),

@@ -33,6 +33,7 @@ from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.warm_up import launches
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.round_widths import partial_widths
@@ -172,11 +173,11 @@ def dry_runs(recipe: Recipe) -> list[str | None]:
         executor.rows.provide(mode)
         shapes = [RoundShape(rows, drafts, mode) for rows in ROWS for drafts in (0, most)]
         shapes += [RoundShape(max(ROWS), most, mode, mean_len=mean_len) for _, mean_len in partial_widths((0, most))]
-        return [dry_run(launch, CPU) for launch in executor.launches(mode, shapes)]
+        return [dry_run(launch, CPU) for launch in launches(executor, mode, shapes)]
 
 
 def main() -> None:
-    launches = compiled = 0
+    num_launches = compiled = 0
 
     def listener(**event: Any) -> None:
         nonlocal compiled
@@ -187,10 +188,10 @@ def main() -> None:
     with standing_for(known_card(card).card, compiles=NO_COMPILE not in names):
         for name in [name for name in names if name != NO_COMPILE]:
             for ended in dry_runs(RECIPES[name]):
-                launches += 1
+                num_launches += 1
                 if ended:
                     print(json.dumps({"ended": f"{name}: {ended}"}), flush=True)
-    print(json.dumps({"launches": launches, "compiled": compiled}), flush=True)
+    print(json.dumps({"launches": num_launches, "compiled": compiled}), flush=True)
 
 
 if __name__ == "__main__":

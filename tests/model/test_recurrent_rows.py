@@ -17,8 +17,7 @@ from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import KVCache, prefix_hashes
 from batchspec.cache.prefix_states import PrefixStates
-from batchspec.engine.loop.refills import prefill_of, refill_of
-from batchspec.engine.prefill.passes import chunks
+from batchspec.engine.loop.refills import chunks, prefill_of, refill_of
 from batchspec.engine.slots.prefix_plan import PrefixPlanner
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Segment

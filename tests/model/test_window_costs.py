@@ -15,7 +15,7 @@ import torch
 from batchspec.commands.plan_text import Plan
 from batchspec.commands.planning import plan
 from batchspec.config.schema import RunConfig
-from batchspec.engine.loop import executor as executor_module
+from batchspec.engine.loop import warm_up
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.step import RoundWidth
 from batchspec.packing.cost import kv_read_bytes, prefill_seconds, round_seconds
@@ -124,7 +124,7 @@ def test_k_is_chosen_by_the_keys_that_the_layers_read(
     kv_windows: tuple[tuple[int | None, ...], tuple[int | None, ...]], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows of 30 and 900 tokens, the third slot is free; four drafts a round at most."""
-    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(warm_up, "time_passes", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one = planner(packed(3, num_verified=4), 1, kv_windows=kv_windows)
     one.prepare(MODE)
     assert one._lengths is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,25 +21,17 @@ from batchspec.cache.prefix_states import PrefixStates
 from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
-from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import PrefillGraphs
-from batchspec.engine.prefill.passes import rehearsal, rehearse
-from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.records import RoundOptions
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.results import PendingResult, now_on
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.slots.row_feature import Features
-from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep, Segment
-from batchspec.kernels.common.compile_ahead import compile_ahead
+from batchspec.engine.step import Prefill, Refill, ScheduledRound, ScheduledStep
 from batchspec.model.target import Target
 from batchspec.packed_batch import PREFIX_STATES, ExpectedRows, PackedBatch
-from batchspec.process.child_process import python_command
-
-NUM_PROBES = 3
-"""Number of launches that `compile_ahead` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
 
 
 class Executor:
@@ -102,14 +94,14 @@ class Executor:
         self.sharing = NO_LAUNCHES
         if self.graphs.captures:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.num_verified + 1)
-        self._prefill_pass = partial(features.prefill_pass, self.round, self.rows)
+        self.prefill_pass = partial(features.prefill_pass, self.round, self.rows)
+        """Launches one prefill pass kernel by kernel."""
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs and (padded_pass := features.padded_pass) is not None:
             self.prefill_graphs = PrefillGraphs(
-                self.round, self.rows, self.graphs, self._prefill_pass, padded_pass, batch
+                self.round, self.rows, self.graphs, self.prefill_pass, padded_pass, batch
             )
-        launch = self._prefill_pass if self.prefill_graphs is None else self.prefill_graphs.run
-        self._prefill = PrefillRunner(self.rows, launch, self.cache.copy_states)
+        self._launch_pass = self.prefill_pass if self.prefill_graphs is None else self.prefill_graphs.run
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
@@ -132,19 +124,35 @@ class Executor:
         if step.moves:
             self.rows.move(step.moves, self.cache.row_tensors)
         if step.refills:
-            self._prefill.fill_slots(step.refills)
+            self._fill_slots(step.refills)
         step.commands.execute(self.rows)
         if step.resumed:
             self.rows.resume(step.resumed)
         if step.prefill is not None:
-            earlier = tuple(self._pending)
-            self._pending += self._prefill.run(step.prefill)
-            if self.graphs.captures:
-                self.num_left_at_refill = sum(not result.has_arrived for result in earlier)
+            self._launch_prefill(step.prefill)
         if step.grants:
             self.rows.grant([(grant.slot, grant.first_column, grant.pages) for grant in step.grants])
         if step.round is not None:
             self._launch_round(step.round)
+
+    def _fill_slots(self, refills: Sequence[Refill]) -> None:
+        """Put requests into their slots: their tokens and their pages."""
+        rows = self.rows
+        rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
+        rows.grant([(refill.slot, 0, refill.pages) for refill in refills])
+
+    def _launch_prefill(self, prefill: Prefill) -> None:
+        """Launch the passes of requests that are in their slots; their rows decode from the next round on."""
+        began, earlier = now_on(self.rows.tokens.device), tuple(self._pending)
+        for segments in prefill.passes:
+            self.cache.copy_states([(one.restores, one.slot) for one in segments if one.restores is not None])
+            prefilled = self._launch_pass(segments, prefill.mode)
+            self.cache.copy_states([(one.slot, one.saves) for one in segments if one.saves is not None])
+            prefilled.activate(self.rows)
+            if prefilled.result is not None:
+                self._pending.append(PendingResult.send(prefilled.result, began))
+        if self.graphs.captures:
+            self.num_left_at_refill = sum(not result.has_arrived for result in earlier)
 
     def _launch_round(self, scheduled: ScheduledRound) -> None:
         if scheduled.new_prefix_groups is not None:
@@ -175,54 +183,9 @@ class Executor:
         if self.round.chances is not None:
             self.round.chances.forget()
 
-    def rehearse(self, mode: SamplingMode) -> PrefillCost | None:
-        """Compile prefill and time it; no row may be live. Returns None, and times nothing, if rounds are not CUDA graphs."""
-        self.rows.live.zero_()
-        if not self.graphs.captures:
-            return None
-        self.rows.provide(mode)
-        if self.batch.num_slots > 1:
-            self._move_row()
-        cost = rehearse(self._prefill_pass, self.rows, self._rehearsal(), mode)
-        cost = replace(cost, adds_launches=not self.batch.decodes)
-        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
-
-    def _rehearsal(self) -> list[list[Segment]]:
-        """The passes of `rehearse`."""
-        num_slots, most = self.batch.num_slots, self.batch.prefill_tokens
-        return rehearsal(
-            num_slots, max_tokens=most, longest=_longest(self.batch), multiple=self.prefill_multiple,
-            sizes=self.target.pass_sizes(most),
-        )
-
     def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
         """As `PrefillGraphs.prepare`; 0 if prefill passes are not CUDA graphs. Only after `rehearse`; no row may be live."""
         return 0 if self.prefill_graphs is None else self.prefill_graphs.prepare(expected, mode, round_s=round_s)
-
-    def compile_ahead(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> bool:
-        """Compile the kernels of `rehearse` and of these rounds, several at a time, in processes; no kernel is launched.
-
-        Returns whether any was compiled: none is if rounds are not CUDA graphs, or if the first NUM_PROBES launches find their
-        kernels in Triton's cache on disk.
-        """
-        if not self.graphs.captures:
-            return False
-        self.rows.provide(mode)
-        command = python_command("-m", "batchspec.kernels.common.compile_process")
-        return compile_ahead(self.launches(mode, shapes), self.rows.live.device, num_probes=NUM_PROBES, command=command)
-
-    def launches(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> list[Callable[[], object]]:
-        """Functions that launch each pass of `rehearse`, and each of these rounds kernel by kernel.
-
-        The first NUM_PROBES are the largest and a short pass, and a round if there are any.
-        """
-        prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(self._rehearsal())]
-        rounds = self.graphs.launches(shapes)
-        moves = [self._move_row] if self.batch.num_slots > 1 else []
-        return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
-
-    def _move_row(self) -> None:
-        self.rows.move([(1, 0)], self.cache.row_tensors)
 
     def dead_tokens_routed(self) -> AbstractContextManager[object]:
         """Within this block tokens of dead rows go through experts as those of live rows do."""
@@ -262,6 +225,3 @@ def round_for(
     return Round(target, drafter, cache, batch, options, device)
 
 
-def _longest(batch: PackedBatch) -> int:
-    """Maximum number of tokens of a row in a prefill pass."""
-    return min(batch.longest_prompt or batch.max_len, batch.max_len - 1)

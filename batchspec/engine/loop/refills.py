@@ -1,14 +1,16 @@
-"""What the requests that enter slots bring to a step: their tokens and pages, and the passes that prefill them."""
+"""What the requests that enter slots bring to a step: their tokens and pages, and the passes that prefill them.
+
+A pass takes many rows. A prompt that is longer than a pass is cut into chunks (chunked prefill)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.prefill.passes import chunks
 from batchspec.engine.slots.prefix_plan import PrefixPlan
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Prefill, Refill, Segment
@@ -91,3 +93,35 @@ def _of_pieces(pieces: Sequence[_Piece], max_tokens: int, multiple: int) -> list
 
     found = chunks([piece[:3] for piece in pieces], max_tokens, multiple=multiple)
     return [tuple(completed(segment) for segment in segments) for segments in found]
+
+
+def chunks(
+    spans: Iterable[tuple[int, int, int]], max_tokens: int, *, multiple: int = 1, generated: bool = False,
+    whole: Mapping[int, Sequence[range]] = MappingProxyType({}),
+) -> Iterator[list[Segment]]:
+    """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
+
+    multiple   a row is cut at positions that are multiples of it; not more than max_tokens
+    generated  what the segments say
+    whole      slot -> positions between which its row is not cut, each range not longer than max_tokens; with a multiple of 1
+
+    The order matters: a row may share pages that an earlier row writes, in an earlier pass or in the same one, where every layer
+    writes all K/V before it reads any.
+    """
+    chunk: list[Segment] = []
+    left = max_tokens
+    for slot, begin, end in spans:
+        while begin < end:
+            stop = min(end, begin + left)
+            stop = stop if stop == end else max(begin, stop - stop % multiple)
+            stop = next((max(begin, own.start) for own in whole.get(slot, ()) if own.start < stop < own.stop), stop)
+            assert stop > begin or chunk, "a pass of max_tokens is too short for an image"
+            if stop > begin:
+                chunk.append(Segment(slot, begin, stop, stop == end, generated=generated))
+            left -= stop - begin
+            if left == 0 or stop < end:
+                yield chunk
+                chunk, left = [], max_tokens
+            begin = stop
+    if chunk:
+        yield chunk

@@ -17,6 +17,7 @@ from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.partial_rounds import PartialRounds
 from batchspec.engine.loop.round_timer import RoundTimer
 from batchspec.engine.loop.run_times import RefillTimes, RoundClock
+from batchspec.engine.loop.warm_up import compile_kernels, rehearse
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import NO_TRIAL, DraftLengths, choices_of
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
@@ -107,9 +108,9 @@ class RoundPlanner:
         variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
         plain, partial = RoundShape(batch.num_slots, self._draft_len, mode, max_kv=self.usual_kv), self._partial
         started = time.perf_counter()
-        ahead = self._executor.compile_ahead(mode, [*variants, *(partial.shapes(plain, batch.row_buckets) if partial else ())])
+        ahead = compile_kernels(self._executor, mode, [*variants, *(partial.shapes(plain, batch.row_buckets) if partial else ())])
         began = time.perf_counter()
-        cost = self._executor.rehearse(mode)
+        cost = rehearse(self._executor, mode)
         rehearsed = time.perf_counter()
         if partial is not None:
             num_rounds = None if expected is None else expected.rounds(batch.num_slots)

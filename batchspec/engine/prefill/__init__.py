@@ -1,7 +1,6 @@
 """Prefill: passes over known tokens.
 
   passes.py            a pass, launched kernel by kernel
-  runner.py            puts groups of requests into slots and runs their passes between rounds
   graphs.py            short passes as CUDA graphs; shapes.py: which ones; padded.py: what they launch, and their inputs
   cost.py              the time of a pass
   expected_passes.py   the shapes that passes of the surveyed rows will most likely have

@@ -87,7 +87,7 @@ class PrefillGraphs:
     def learn(self, cost: PrefillCost, mode: SamplingMode, *, longest: int) -> PrefillCost:
         """cost: the times of plain passes. Captures a pass of few tokens and returns the cost with the seconds of its replay.
 
-        longest  tokens of the longest row. Only while no row is live and all page tables are zero, as after `rehearse`.
+        longest  tokens of the longest row. Only while no row is live and all page tables are zero, as after `time_passes`.
         """
         self.cost = cost
         few = [Segment(0, 0, min(FEW, longest), True)]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from batchspec.batch.logit_rule import LogitRows
 from batchspec.batch.logits import hold_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
-from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.records import Drafts, RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import Segment
@@ -26,38 +23,6 @@ from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 FEW = 17
 """Number of tokens of a pass whose time is nearly all launches."""
-
-
-def chunks(
-    spans: Iterable[tuple[int, int, int]], max_tokens: int, *, multiple: int = 1, generated: bool = False,
-    whole: Mapping[int, Sequence[range]] = MappingProxyType({}),
-) -> Iterator[list[Segment]]:
-    """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
-
-    multiple   a row is cut at positions that are multiples of it; not more than max_tokens
-    generated  what the segments say
-    whole      slot -> positions between which its row is not cut, each range not longer than max_tokens; with a multiple of 1
-
-    The order matters: a row may share pages that an earlier row writes, in an earlier pass or in the same one, where every layer
-    writes all K/V before it reads any.
-    """
-    chunk: list[Segment] = []
-    left = max_tokens
-    for slot, begin, end in spans:
-        while begin < end:
-            stop = min(end, begin + left)
-            stop = stop if stop == end else max(begin, stop - stop % multiple)
-            stop = next((max(begin, own.start) for own in whole.get(slot, ()) if own.start < stop < own.stop), stop)
-            assert stop > begin or chunk, "a pass of max_tokens is too short for an image"
-            if stop > begin:
-                chunk.append(Segment(slot, begin, stop, stop == end, generated=generated))
-            left -= stop - begin
-            if left == 0 or stop < end:
-                yield chunk
-                chunk, left = [], max_tokens
-            begin = stop
-    if chunk:
-        yield chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,58 +101,6 @@ def prefill_drafter(
     round_.set_draft_mode(mode)
     own_batch = batch.of_group(round_.cache.groups.draft_group)
     round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
-
-
-def rehearse(
-    launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, passes: Sequence[list[Segment]],
-    mode: SamplingMode,
-) -> PrefillCost:
-    """Seconds of the largest pass and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no row may
-    be live.
-
-    launch  launches a pass
-    passes  of `rehearsal`
-
-    The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
-    collection, may take longer than all of them. The rehearsal also compiles the kernels and allocates the memory of the largest
-    pass.
-    """
-    for table in rows.page_tables:
-        table.zero_()
-    *others, short, largest = (partial(launch, segments, mode) for segments in passes)
-    for other in others:
-        other()
-    full_s = min(seconds_of(largest) for _ in range(3))  # the first compiles
-    short_s = min(seconds_of(short) for _ in range(6))
-    return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in passes[-1]))
-
-
-def rehearsal(
-    num_slots: int, *, max_tokens: int, longest: int, multiple: int | None = None, sizes: Sequence[int] = ()
-) -> list[list[Segment]]:
-    """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest.
-    But for `sizes`, kernels are specialised at most once per doubling of the number of tokens or rows: powers of two take all.
-
-    longest   tokens of a row of the largest pass: long rows use another attention kernel, which compiles for a minute at its
-              first use
-    multiple  `ModelSpec.prefill_multiple`: a pass of fewer tokens is a short prompt, and one more pass has generated tokens,
-              which go through other kernels. None: passes may be cut anywhere
-    sizes     numbers of tokens besides powers of two (`Target.pass_sizes`)
-    """
-    longest = min(max_tokens, longest)
-    few = min(FEW, longest)
-    spans = [(slot, 0, longest) for slot in range(min(num_slots, -(-max_tokens // longest)))]
-    largest = min(max_tokens, len(spans) * longest)
-    counts = {1 << power for power in range((largest - 1).bit_length())} | {size for size in sizes if size <= largest}
-    unit = multiple or 1
-    passes = [next(chunks(spans, n, multiple=unit)) if n >= unit else [Segment(0, 0, n, True)] for n in sorted(counts)]
-    if multiple is not None:
-        passes.append([Segment(0, 0, few, True, generated=True)])
-    num_rows = 2
-    while num_rows <= num_slots and num_rows * few < largest:
-        passes.append([Segment(slot, 0, few, True) for slot in range(num_rows)])
-        num_rows *= 2
-    return [*passes, [Segment(0, 0, few, True)], next(chunks(spans, max(largest, unit), multiple=unit))]
 
 
 def seconds_of(launch: Callable[[], object]) -> float:
