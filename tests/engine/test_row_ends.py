@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.loop.engine_run import EngineRun
+from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_ends import RowEnds
-from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.kernels.rounds.accept import FAILED, FULL, HELD, STOPPED
 from batchspec.records import Completion, Request, RowError
@@ -59,9 +59,18 @@ class Ends:
 
     def __init__(self, examined: str | None = None) -> None:
         self.allocator, self.features = Allocator(), Features(examined)
-        allocator, features = cast(SlotAllocator, self.allocator), cast(RunFeatures, self.features)
+        features: Any = self.features
         self.requests = OpenRequests(features, drafter="none", draft_len=0, nodes=None, eos_ids=frozenset())
-        self.ends = RowEnds(allocator, features, self.requests)
+
+    def end(self, state: RequestState, finish: int, now: float) -> None:
+        run: Any = SimpleNamespace(_allocator=self.allocator, pools=self.allocator, requests=self.requests)
+        EngineRun._end(run, state, finish, now)
+
+    def fail(self, state: RequestState) -> None:
+        scheduler: Any = SimpleNamespace(
+            _allocator=self.allocator, _features=self.features, _requests=self.requests, slots=self.allocator.slots
+        )
+        Scheduler._fail(scheduler, state)
 
     def row(self, *, in_slot: bool = True) -> RequestState:
         state = self.requests.arrive(request(len(self.requests), [1, 2, 3], cap=4))
@@ -86,7 +95,7 @@ def test_a_row_leaves_its_slot_and_the_device_is_told_unless_it_ended_the_row(fi
     state.first_token_at = 1.0
     if finish in (HELD, 0):  # a feature has ended it
         state.finish_reason = "stop"
-    own.ends.end(state, finish, 2.5)
+    own.end(state, finish, 2.5)
     assert (state.finish_reason, own.allocator.released, state.slot) == (reason, [on_device], -1)
     assert own.allocator.forgotten == ([(b"a", b"b")] if reason == "error" else [])
     assert own.requests.any_ended
@@ -101,7 +110,7 @@ def test_a_row_that_a_feature_fails_ends_with_its_reason_if_its_newest_tokens_en
     own = Ends(examined)
     state = own.row(in_slot=in_slot)
     state.fail(BAD)
-    own.ends.fail(state)
+    own.fail(state)
     assert (state.finish_reason, state.error) == (("stop", None) if examined else ("error", BAD))
     assert own.allocator.released == [False] * in_slot
     (done,) = own.requests.take_completions()
@@ -114,10 +123,10 @@ def test_a_row_is_completed_once_and_not_before_its_features_are_ready() -> None
     late, early = own.row(), own.row()
     bad = own.row(in_slot=False)
     own.features.waiting.add(late)
-    own.ends.end(late, STOPPED, 1.0)
-    own.ends.end(early, STOPPED, 1.0)
+    own.end(late, STOPPED, 1.0)
+    own.end(early, STOPPED, 1.0)
     bad.fail(BAD)
-    own.ends.fail(bad)
+    own.fail(bad)
     assert own.take() == [1, 2]
     assert len(own.requests.take_finished()) == 1, "a drafter learns nothing from an error"
     assert (own.take(), own.requests.any_ended) == ([], True)
@@ -132,8 +141,8 @@ def test_a_request_is_open_until_the_caller_has_its_completion() -> None:
     rows = [own.row(), own.row()]
     failed = own.row(in_slot=False)
     failed.fail(BAD)
-    own.ends.fail(failed)
-    own.ends.end(rows[0], STOPPED, 1.0)
+    own.fail(failed)
+    own.end(rows[0], STOPPED, 1.0)
     assert [one.row_index for one in own.requests.snapshots(2.0)] == [0, 1]
     assert own.take() == [2, 0]
     assert [one.row_index for one in own.requests.snapshots(2.0)] == [0, 1]

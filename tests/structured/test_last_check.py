@@ -25,9 +25,9 @@ from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.features.stop_strings import StopStrings
 from batchspec.engine.features.texts import Texts
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.slots.open_requests import OpenRequests, completion_of
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.process.limited_process import LimitedProcess
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot, Thinking
@@ -196,8 +196,8 @@ def test_a_text_that_ends_too_early_is_an_error_row(name: str, monkeypatch: pyte
 
 def test_a_row_that_ends_at_no_stop_id_is_an_error_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device says that a row has ended at a stop id, and it has not."""
-    end = RowEnds.end
-    monkeypatch.setattr(RowEnds, "end", lambda self, state, finish, now: end(self, state, 1, now))
+    end = EngineRun._end
+    monkeypatch.setattr(EngineRun, "_end", lambda self, state, finish, now: end(self, state, 1, now))
     req = constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")
     out = run_finite([req], ALL["none"]())[0]
     assert out.error is not None

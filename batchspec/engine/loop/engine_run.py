@@ -22,7 +22,6 @@ from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.slots.row_feature import Features, RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.waiting import WaitingRequests
@@ -95,10 +94,8 @@ class EngineRun:
             num_lookahead_slots=round_.num_lookahead_slots,
             prefill_cost=prefill_cost,
         )
-        self._ends = RowEnds(self._allocator, self.features, self.requests)
         self.scheduler = Scheduler(
-            self._allocator, self._ends, planner, executor, totals, requests=self.requests,
-            features=self.features,
+            self._allocator, planner, executor, totals, requests=self.requests, features=self.features
         )
         self._steps = self.scheduler.schedule()
 
@@ -146,7 +143,24 @@ class EngineRun:
                 continue
             if self._lead is not None:  # all ranks must agree on what was read
                 self._lead.confirm()
-            self._ends.end(state, finish, now)
+            self._end(state, finish, now)
+
+    def _end(self, state: RequestState, finish: int, now: float) -> None:
+        """Take a request that has ended out of its slot.
+
+        finish  the device's reason; 0 if a feature ended it
+        now     seconds of the host's clock
+        If it ended with an error, later rows share no page of its prompt: an infinite key in one of these pages may be the cause.
+        All pages of its prefix are forgotten, even those that other rows read without an error: a query to which the infinite
+        key is masked, or gets no weight, has finite results.
+        """
+        slot = state.slot
+        self._allocator.release(state, on_device=finish not in (0, HELD))
+        if state.finish_reason is None:
+            state.set_finish_reason(finish)
+        if state.finish_reason == "error":
+            self.pools.forget_prefix(state.prefix_hashes or ())
+        self.requests.end(state, slot=slot, now=now)
 
     def _learn(self, launch: UnreadLaunch, result: PendingResult, slots: Slots, log: RoundLog) -> None:
         """Add a result to what outlives the run: the totals, and what the planner measures."""

@@ -5,6 +5,7 @@ Clocks, free memory and what the host has read are consulted only here; the deci
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from batchspec.engine.loop.executor import Executor
@@ -17,7 +18,6 @@ from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.prefix_groups import PrefixGroups
 from batchspec.engine.slots.refill_policy import rounds_before_refill
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.step import PageGrant, Prefill, Refill, RoundShape, ScheduledRound, ScheduledStep
 
@@ -33,7 +33,6 @@ class Scheduler:
     def __init__(
         self,
         allocator: SlotAllocator,
-        ends: RowEnds,
         planner: RoundPlanner,
         executor: Executor,
         totals: EngineTotals,
@@ -42,13 +41,12 @@ class Scheduler:
         requests: OpenRequests,
     ) -> None:
         """
-        ends          ends the rows that features fail
         executor      asked for shapes, whether passes are done and what its drafter has ready; never for data on the device
         features      of the run's rows
-        requests      asked for the rows that ended, from which the drafter may learn
+        requests      told of the rows that features fail; asked for those that ended, from which the drafter may learn
         """
         self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
-        self._allocator, self._ends, self._planner, self._executor, self._totals = allocator, ends, planner, executor, totals
+        self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
         self.unread = UnreadLaunches(self.slots)
         self._rounds_before_refill = 0
@@ -94,7 +92,7 @@ class Scheduler:
             if state.finish_reason is None:
                 self.slots.hold(state, on_device=False, num_results=self.unread.num_launched)
             else:
-                self._ends.fail(state)
+                self._fail(state)
         resumed: list[int] = []
         for state in sorted(self.slots.held, key=lambda state: state.order):
             if self.unread.num_read < self.slots.held[state]:
@@ -106,6 +104,20 @@ class Scheduler:
                 resumed.append(state.slot)
         if resumed:  # at once: another step may move rows
             yield self._make_step(resumed=tuple(resumed))
+
+    def _fail(self, state: RequestState) -> None:
+        """End a row that one of its features has failed, in a slot or not. Its features examine its newest tokens first: if these
+        end it, it ends with their reason. Otherwise the number of tokens a round adds would decide which of the two it is."""
+        error, state.finish_reason, state.error = state.error, None, None
+        slot = state.slot
+        if slot >= 0:
+            self.slots.flush(state)
+        self._features.examine(state)
+        if state.finish_reason is None:
+            state.fail(error)
+        if slot >= 0:
+            self._allocator.release(state)
+        self._requests.end(state, slot=slot, now=time.perf_counter())
 
     def drain(self) -> ScheduledStep:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""

@@ -5,7 +5,6 @@
   allocator.py        which request gets which slot and pages; static_batching.py: no refills (ablation)
   waiting.py          requests between their stream and a slot
   open_requests.py    requests without a completion in the caller's hands, and how it is made
-  row_ends.py         how a row leaves its slot when it ends
   refill_policy.py    when free slots are refilled
   expected_pages.py   pages that requests will need in the end
   prefix_groups.py    rows whose first pages are the same
