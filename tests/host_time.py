@@ -38,8 +38,7 @@ from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.graphs import Graphs
-from batchspec.engine.rounds.records import RoundOptions, RoundResult
-from batchspec.engine.rounds.results import Moment, PendingResult
+from batchspec.engine.rounds.records import Moment, PendingResult, RoundOptions, RoundResult
 from batchspec.engine.step import Prefill, RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.model.families.shapes import COMMON

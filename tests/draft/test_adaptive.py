@@ -22,7 +22,7 @@ from batchspec.engine.rounds.draft_lengths import (
     DraftLengths,
     choices_of,
 )
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.records import PendingResult
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import RoundWidth

@@ -33,8 +33,7 @@ from batchspec.engine.ranks import messages
 from batchspec.engine.ranks.lead import RUN, Lead
 from batchspec.engine.ranks.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
 from batchspec.engine.rounds import draft_lengths
-from batchspec.engine.rounds.records import RoundOptions
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.records import PendingResult, RoundOptions
 from batchspec.engine.rounds.vocabulary import DIVERGED
 from batchspec.engine.rounds.vocabulary_of_ranks import checksums
 from batchspec.engine.slots import expected_pages

@@ -16,7 +16,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop import scheduler as scheduler_module
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.scheduler import Scheduler
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.records import PendingResult
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL
 from batchspec.records import Request

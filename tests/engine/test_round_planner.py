@@ -27,8 +27,7 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.part_trial import FEWEST, PHASE_ROUNDS, WARM_UP, Turn
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
-from batchspec.engine.rounds.records import RoundOptions, RoundResult
-from batchspec.engine.rounds.results import PendingResult, RoundLog
+from batchspec.engine.rounds.records import PendingResult, RoundLog, RoundOptions, RoundResult
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
 from batchspec.kernels.attention.settings import work_shape

@@ -24,8 +24,7 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.records import RoundResult
-from batchspec.engine.rounds.results import PendingResult, RoundLog
+from batchspec.engine.rounds.records import PendingResult, RoundLog, RoundResult
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.loop.run_times import FIRST, RefillTimes, RoundClock
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.records import PendingResult
 from batchspec.engine.slots.launch import UnreadLaunch, UnreadLaunches
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable

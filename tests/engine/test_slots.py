@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.engine.rounds.results import RoundLog
+from batchspec.engine.rounds.records import RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch, UnreadLaunches
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable

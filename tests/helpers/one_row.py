@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from batchspec.engine.features import RowFeatures
-from batchspec.engine.rounds.results import RoundLog
+from batchspec.engine.rounds.records import RoundLog
 from batchspec.engine.slots.open_requests import completion_of
 from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable

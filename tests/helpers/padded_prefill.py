@@ -18,8 +18,7 @@ from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.engine.prefill.padded import PassInputs
 from batchspec.engine.prefill.passes import Prefilled
 from batchspec.engine.prefill.shapes import PassShape
-from batchspec.engine.rounds.records import RoundResult
-from batchspec.engine.rounds.results import Moment, PendingResult
+from batchspec.engine.rounds.records import Moment, PendingResult, RoundResult
 from batchspec.engine.step import Segment
 
 ALWAYS = PrefillCost(least=1.0, token=0.0)

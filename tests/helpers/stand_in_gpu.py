@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from batchspec.engine.rounds.graphs import Graphs
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.records import PendingResult
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.model.layers.attention.padded import TorchPlan
 from batchspec.tuning import policy

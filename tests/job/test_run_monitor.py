@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.rounds.results import RoundLog
+from batchspec.engine.rounds.records import RoundLog
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.runner.run_monitor import RunMonitor
 from batchspec.records import Completion

@@ -29,8 +29,7 @@ from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.rounds.graphs import Graphs
-from batchspec.engine.rounds.records import RoundResult
-from batchspec.engine.rounds.results import PendingResult, RoundLog
+from batchspec.engine.rounds.records import PendingResult, RoundLog, RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.open_requests import OpenRequests

@@ -20,8 +20,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.features.thinking import ThinkingBudgets, split_thoughts
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.rounds.records import RoundOptions
-from batchspec.engine.rounds.results import RoundLog
+from batchspec.engine.rounds.records import RoundLog, RoundOptions
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RunFeatures

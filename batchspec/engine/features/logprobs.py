@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.engine.rounds.records import RoundResult
-from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.rounds.records import RoundLog, RoundResult, Slots
 from batchspec.engine.rounds.vocabulary import Vocabulary
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState

@@ -21,8 +21,7 @@ from batchspec.batch.upload import upload
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.features.logprobs import LogprobReader
 from batchspec.engine.prefill.passes import Prefilled, PrefillPass, flat_batch, prefilling
-from batchspec.engine.rounds.records import LogitReader, RoundResult
-from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.rounds.records import LogitReader, RoundLog, RoundResult, Slots
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.vocabulary import DIVERGED
 from batchspec.engine.slots.launch import UnreadLaunch

@@ -22,8 +22,7 @@ from batchspec.cache.page_tables import PagePools
 from batchspec.engine.features.scoring import end_log, padded_end_log
 from batchspec.engine.prefill.padded import PaddedBatch, PaddedPass
 from batchspec.engine.prefill.passes import Prefilled, PrefillPass, flat_batch, prefilling
-from batchspec.engine.rounds.records import RoundResult
-from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.rounds.records import RoundLog, RoundResult, Slots
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.open_requests import NON_FINITE

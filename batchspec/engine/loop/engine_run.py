@@ -17,7 +17,7 @@ from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.ranks.lead import Lead
-from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
+from batchspec.engine.rounds.records import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.open_requests import OpenRequests

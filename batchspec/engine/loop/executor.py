@@ -24,8 +24,7 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
-from batchspec.engine.rounds.records import RoundOptions
-from batchspec.engine.rounds.results import PendingResult, now_on
+from batchspec.engine.rounds.records import PendingResult, RoundOptions, now_on
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.slots.row_feature import Features

@@ -21,7 +21,7 @@ from batchspec.engine.loop.warm_up import compile_kernels, rehearse
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import NO_TRIAL, DraftLengths, choices_of
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
-from batchspec.engine.rounds.results import PendingResult, RoundLog
+from batchspec.engine.rounds.records import PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import NO_DRAFTS, RoundShape, RoundWidth
 from batchspec.packed_batch import ExpectedRows, PackedBatch

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.records import PendingResult
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundWidth
 

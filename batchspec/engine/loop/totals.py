@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from batchspec.engine.rounds.results import PendingResult, RoundLog
+from batchspec.engine.rounds.records import PendingResult, RoundLog
 
 
 @dataclass(slots=True)

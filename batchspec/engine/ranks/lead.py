@@ -14,7 +14,7 @@ import numpy as np
 
 from batchspec.distributed.channel import Channel
 from batchspec.engine.ranks.messages import Begin, Message, Step, encode
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.records import PendingResult
 from batchspec.engine.rounds.vocabulary import DIVERGED
 from batchspec.engine.step import ScheduledStep
 from batchspec.errors import DivergedError

@@ -15,8 +15,7 @@ from batchspec.batch.row_commands import NO_COMMANDS, RowCommands
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.prefill.padded import PaddedPass, padded_chunk
 from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk
-from batchspec.engine.rounds.records import LogitReader, RoundResult
-from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
+from batchspec.engine.rounds.records import LogitReader, PendingResult, RoundLog, RoundResult, Slots
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState, Watch
 from batchspec.engine.slots.slot_table import SlotTable

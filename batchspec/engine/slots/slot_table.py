@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
+from batchspec.engine.rounds.records import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.request_state import NEVER, NO_TOKEN, RequestState
 from batchspec.kernels.rounds.accept import HELD
 
