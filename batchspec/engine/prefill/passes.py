@@ -88,7 +88,8 @@ def emit(
     mask          int32 [slots] in: 1 for the slots that emit; out: 0 for those that end with this token
     """
     drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
-    return round_.commit(hidden, logit_rows, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
+    target_ids, raw = round_.choose(hidden, logit_rows, rows, mode)
+    return round_.commit(target_ids, raw, logit_rows, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
 
 
 def prefill_drafter(

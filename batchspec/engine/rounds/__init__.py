@@ -1,7 +1,7 @@
 """Rounds on the device: draft, verify, accept, commit, catch up. Begin with round.py.
 
-  round.py                 a round; records.py: what rounds are given and give, up to the host; verify_inputs.py: what they verify;
-                           tree_round.py: a round of trees
+  round.py                 a round; records.py: what rounds are given and give, also on the host;
+                           verify_inputs.py: what they verify; tree_round.py: a round of trees
   vocabulary.py            the target's choice of tokens by its logits; vocabulary_of_ranks.py: each rank has a part of it;
                            cutoff_of_ranks.py: top-k, top-p, min-p of these; ablation.py: a variant
   graphs.py                rounds as CUDA graphs; graph_pool.py: capture

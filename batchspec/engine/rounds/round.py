@@ -124,7 +124,7 @@ class Round:
 
     def _accept(self, rows: DeviceBatch, mode: SamplingMode, drafts: Drafts, verified: Verified) -> RoundResult:
         """Accept the drafts that agree with the target's choices, and commit the emitted tokens."""
-        result = self._commit_choices(
+        result = self.commit(
             verified.target_ids, verified.raw, verified.logit_rows, verified.batch.cu_seqlens_q, drafts, rows, rows.live, mode,
             self._accepted_len[: len(rows.live)],
         )
@@ -191,20 +191,6 @@ class Round:
         self.drafter.mode = mode if depends else None
 
     def commit(
-        self, hidden: Tensor, logit_rows: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
-        mode: SamplingMode, out_accepted_len: Tensor,
-    ) -> RoundResult:
-        """Choose the target's tokens after `hidden` [T, H], accept the drafts that agree with them, and commit the emitted
-        tokens.
-
-        logit_rows  None if all rows are greedy and no logits are read
-        live    int32 [R] in: which rows take part; out: 0 for rows that have ended
-        out_accepted_len  int32 [R]
-        """
-        target_ids, raw = self.choose(hidden, logit_rows, rows, mode)
-        return self._commit_choices(target_ids, raw, logit_rows, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
-
-    def _commit_choices(
         self,
         target_ids: Tensor,
         raw: Tensor | None,
@@ -216,7 +202,13 @@ class Round:
         mode: SamplingMode,
         out_accepted_len: Tensor,
     ) -> RoundResult:
-        """The second half of `commit`, from the target's choices on."""
+        """Accept the drafts that agree with the target's choices, and commit the emitted tokens.
+
+        target_ids, raw   as `choose` returns them
+        logit_rows        as for `choose`
+        live              int32 [R] in: which rows take part; out: 0 for rows that have ended
+        out_accepted_len  int32 [R]
+        """
         log = torch.empty((live.shape[0], 5 + drafts.ids.shape[1]), dtype=torch.int32, device=live.device)
         accept(
             drafts.ids, drafts.length, target_ids, cu_seqlens_q, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
@@ -232,7 +224,10 @@ class Round:
     def choose(
         self, hidden: Tensor, logit_rows: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
     ) -> tuple[Tensor, Tensor | None]:
-        """The target's choices after `hidden` [T, H], int32 [T], and the raw logits if they are read."""
+        """The target's choices after `hidden` [T, H], int32 [T], and the raw logits if they are read.
+
+        logit_rows  None if all rows are greedy and no logits are read
+        """
         return self.vocabulary.choose(hidden, logit_rows, rows, mode, keeps_raw=self.options.reader is not None)
 
 
