@@ -28,7 +28,7 @@ from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.passes import Prefilled
-from batchspec.engine.rounds.graph_pool import GraphPool
+from batchspec.engine.rounds.graphs import GraphPool
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import Segment

@@ -4,7 +4,7 @@
                            verify_inputs.py: what they verify; tree_round.py: a round of trees
   vocabulary.py            the target's choice of tokens by its logits; vocabulary_of_ranks.py: each rank has a part of it;
                            cutoff_of_ranks.py: top-k, top-p, min-p of these; ablation.py: a variant
-  graphs.py                rounds as CUDA graphs; graph_pool.py: capture
+  graphs.py                rounds as CUDA graphs, and their capture
   prefix_tables.py         groups of rows that share a prefix
   draft_chances.py         how likely drafts are accepted, and which of them are verified; simulated_acceptance.py: made-up ones
   draft_lengths.py         the numbers of drafts that pay: round_widths.py: those that may be chosen; round_times.py: seconds of a
