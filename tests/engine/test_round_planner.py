@@ -116,7 +116,7 @@ def planner(
         target=SimpleNamespace(spec=spec, dtype=dtype, ranks=ranks, pass_sizes=lambda most: ()),
         drafter=drafter,
         round=SimpleNamespace(
-            drafter=drafter, draft_lens=draft_lens, nodes=None, chances=object() if row_lengths else None
+            drafter=drafter, draft_lens=draft_lens, num_nodes=None, chances=object() if row_lengths else None
         ),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None, provide=lambda *_: None),
         batch=batch,

@@ -60,7 +60,7 @@ class Ends:
     def __init__(self, examined: str | None = None) -> None:
         self.allocator, self.features = Allocator(), Features(examined)
         features: Any = self.features
-        self.requests = OpenRequests(features, drafter="none", draft_len=0, nodes=None, eos_ids=frozenset())
+        self.requests = OpenRequests(features, drafter="none", draft_len=0, num_nodes=None, eos_ids=frozenset())
 
     def end(self, state: RequestState, finish: int, now: float) -> None:
         run: Any = SimpleNamespace(_allocator=self.allocator, pools=self.allocator, requests=self.requests)

@@ -81,7 +81,7 @@ class EngineRun:
         self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.draft_len, num_groups=groups.num_groups)
         self.features = RunFeatures(features.begin(self.slots, self.pools))
         self.requests = OpenRequests(
-            self.features, drafter=drafter.name, draft_len=drafter.draft_len, nodes=round_.nodes, eos_ids=eos_ids,
+            self.features, drafter=drafter.name, draft_len=drafter.draft_len, num_nodes=round_.num_nodes, eos_ids=eos_ids,
             finished=finished,
         )
         self._waiting = WaitingRequests(stream, self.requests, most_prefetched=batch.num_slots // 2)

@@ -68,13 +68,13 @@ class RoundPlanner:
         self._partial: PartialRounds | None = None
         if adaptive and executor.graphs.captures and executor.round.draft_lens:
             self._lengths = DraftLengths(
-                self._draft_len, executor.round.draft_lens, self.experts, executor.round.nodes,
+                self._draft_len, executor.round.draft_lens, self.experts, executor.round.num_nodes,
                 row_lengths=executor.round.chances is not None,
             )
         self._timer = RoundTimer(executor, self._lengths, self.experts)
         if self._lengths is not None and executor.round.chances is not None:
             self._partial = PartialRounds(executor, self._lengths, self._timer)
-        self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
+        self.usual_kv = None if executor.round.num_nodes is not None else usual_kv(batch)
         """Rounds are prepared for rows of at most this many tokens; None: of any number. A tree's plan does not depend on it."""
         self.row_buckets = batch.row_buckets
         """Row counts with which rounds may run: those that `prepare` did not leave out."""

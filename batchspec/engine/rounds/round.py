@@ -55,7 +55,7 @@ class Round:
         """Draft lengths for which graphs are captured, up to the drafter's; none if there are no rounds."""
         self.num_lookahead_slots = drafter.shape.num_lookahead_slots
         """Number of K/V positions after a row's last token that a round may write and read."""
-        self.nodes: int | None = None
+        self.num_nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
         self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)
         self.inputs = VerifyInputs(batch.num_slots, drafter.draft_len, cache.page_size, device)

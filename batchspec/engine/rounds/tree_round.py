@@ -44,7 +44,7 @@ class TreeRound(Round):
     ) -> None:
         super().__init__(target, drafter, cache, batch, options, device)
         slots, width = batch.num_slots, shape.nodes + 1
-        self.nodes = shape.nodes
+        self.num_nodes = shape.nodes
         self._node_ids = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._node_layout = UniformLayout(slots, (width,), device)
         self._node_kv_len = torch.zeros(slots, dtype=torch.int32, device=device)

@@ -32,17 +32,17 @@ class OpenRequests:
     """A request is opened by `arrive`, ended by `end`, completed by `take_completions`, and closed by `handed_out`."""
 
     def __init__(
-        self, features: RunFeatures, *, drafter: str, draft_len: int, nodes: int | None, eos_ids: frozenset[int],
+        self, features: RunFeatures, *, drafter: str, draft_len: int, num_nodes: int | None, eos_ids: frozenset[int],
         finished: Sequence[tuple[Ids, Ids]] = (),
     ) -> None:
         """
         drafter    its name
         draft_len  K of the run
-        nodes      number of nodes in each round's tree; None for chains
+        num_nodes  number of nodes in each round's tree; None for chains
         eos_ids    of the model
         finished   of an earlier run: see `take_finished`
         """
-        self._features, self._drafter, self._draft_len, self._nodes = features, drafter, draft_len, nodes
+        self._features, self._drafter, self._draft_len, self._num_nodes = features, drafter, draft_len, num_nodes
         self._eos_ids, self._finished = eos_ids, list(finished)
         self._open: dict[RequestState, None] = {}  # a dict, because it keeps their order
         self._ended: list[Ended] = []
@@ -114,7 +114,7 @@ class OpenRequests:
 
     def _completion(self, ended: Ended) -> Completion:
         done = completion_of(
-            ended.state, drafter=self._drafter, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now, nodes=self._nodes
+            ended.state, drafter=self._drafter, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now, num_nodes=self._num_nodes
         )
         done = self._features.finish(ended.state, done)
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
@@ -126,14 +126,14 @@ NON_FINITE = "non_finite_logits"
 
 
 def completion_of(
-    state: RequestState, *, drafter: str, eos_ids: frozenset[int], slot: int, now: float, nodes: int | None = None
+    state: RequestState, *, drafter: str, eos_ids: frozenset[int], slot: int, now: float, num_nodes: int | None = None
 ) -> Completion:
     """The completion of a finished request.
 
     eos_ids  the model's EOS ids, which are not reported as stop_reason
     slot     the slot in which the request ended
     now      the host's clock in seconds
-    nodes    number of nodes in each round's tree; None for chains
+    num_nodes  number of nodes in each round's tree; None for chains
     """
     assert state.finish_reason is not None
     request = state.request
@@ -150,7 +150,7 @@ def completion_of(
         image_tokens=sum(piece.length for piece in request.images),
         status="error",
         finish_reason="error",
-        stats=_stats(state, drafter, slot, now, nodes),
+        stats=_stats(state, drafter, slot, now, num_nodes),
     )
     if state.finish_reason == "error":
         if state.error is not None:
@@ -175,13 +175,13 @@ def non_finite_at(where: str, *, of_left: str = "") -> RowError:
     return RowError(code=NON_FINITE, stage="decode", message=message, retryable=True)
 
 
-def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:
+def _stats(state: RequestState, drafter: str, slot: int, now: float, num_nodes: int | None) -> RowStats:
     return RowStats(
         drafter=drafter,
         draft_len=state.draft_len,
         num_prefills=state.num_prefills,
         num_rounds=state.num_rounds,
-        num_drafted=state.num_drafted if nodes is None else nodes * sum(state.drafted_at[:1]),
+        num_drafted=state.num_drafted if num_nodes is None else num_nodes * sum(state.drafted_at[:1]),
         num_accepted=state.num_accepted,
         num_discarded=state.num_discarded,
         histogram=tuple(state.histogram),
