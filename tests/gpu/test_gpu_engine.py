@@ -274,7 +274,7 @@ def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
     ]
     engine = make_engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"))
     shared: list[bool] = []
-    engine.on_round = lambda totals: shared.append(engine.scheduler.shares_prefixes)
+    engine.on_round = lambda totals: shared.append(engine.scheduler.prefix_groups.any)
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
     assert any(shared)
     assert engine.totals.cached_tokens > 20 * 128

@@ -102,7 +102,7 @@ def test_rows_with_a_common_beginning_read_it_once_in_the_layers_that_read_all_k
     shared: list[bool] = []
     own, drafter = windowed_target("cuda", MIXED), make_drafter("eagle3", MIXED, tmp_path, 8)
     engine = make_engine(own, drafter, shape(8), device=GPU)
-    engine.on_round = lambda totals: shared.append(engine.scheduler.shares_prefixes)
+    engine.on_round = lambda totals: shared.append(engine.scheduler.prefix_groups.any)
     poison_freed_pages(monkeypatch, [engine])
     assert tokens(list(engine.run(iter(asked)))) == alone(asked, windowed_target("cpu", MIXED))
     assert any(shared)

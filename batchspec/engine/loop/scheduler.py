@@ -47,7 +47,7 @@ class Scheduler:
         """
         self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
-        self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
+        self.prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
         self.unread = UnreadLaunches(self.slots)
         self._rounds_before_refill = 0
         """Number of further rounds that are launched before the next refill is prepared."""
@@ -123,11 +123,6 @@ class Scheduler:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
         return self._make_step(read_all=True)
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether the newest round read its rows' shared prefixes once."""
-        return self._prefix_groups.any
-
     def _refill(self) -> Iterator[ScheduledStep]:
         """Refill free slots."""
         if not self._allocator.refill_is_due(self._planner.round_s, self._planner.refill_s):
@@ -202,7 +197,7 @@ class Scheduler:
 
     def _schedule_round(self) -> tuple[ScheduledRound, UnreadLaunch]:
         """The next round, and what the host keeps of it."""
-        slots, groups = self.slots, self._prefix_groups
+        slots, groups = self.slots, self.prefix_groups
         new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
         launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner)
         shape = RoundShape(
