@@ -9,4 +9,14 @@
   step.py    what one step does: plain host data, which the scheduler makes and the executor reads
 
 loop/ uses all rooms but features/; slots/ uses prefill/ and rounds/; prefill/ and ranks/ use rounds/.
+
+The way of a row, in the order in which to read:
+
+  loop/engine, loop/engine_run         a run, and its step: schedule, execute, process
+  loop/scheduler, slots/allocator      the row, which waited in slots/waiting, gets a slot and pages
+  loop/executor, prefill/passes        its prompt goes through the target, and gives the first token
+  loop/round_planner, rounds/graphs    the next round: how many drafts, and which graph
+  rounds/round                         draft, verify, accept, commit, catch up
+  `EngineRun._process`                 the result is read; the row goes on, or leaves its slot (slots/slot_table)
+  slots/open_requests                  its completion
 """

@@ -181,7 +181,7 @@ class RoundPlanner:
         return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
     def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64]) -> UnreadLaunch:
-        """Choose width and preparation of the round to launch now.
+        """Choose width and preparation of the round to launch now. Returns what the host keeps of it until its result is read.
 
         num_tokens, owners  int64 [slots] of the `SlotTable`
         """
