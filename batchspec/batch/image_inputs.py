@@ -27,10 +27,10 @@ class AxisPositions:
     """The axis that each frequency reads, 0 to 2; more frequencies than these read the time."""
 
     def of_frequencies(self, count: int) -> Tensor:
-        """int64 [T, count]: the position that each frequency reads."""
+        """int64 [count] on the device: the axis that each frequency reads."""
         axes = np.zeros(count, np.int64)
         axes[: len(self.axes)] = self.axes[:count]
-        return self.values[upload(axes, torch.int64, self.values.device)].T
+        return upload(axes, torch.int64, self.values.device)
 
     def select(self, places: Tensor) -> AxisPositions:
         return AxisPositions(self.values.index_select(1, places), self.axes)

@@ -6,7 +6,8 @@
     y[j + R/2] = round(x[j + R/2] * cos_j) + x[j] * sin_j       cos_j = round(cos(position * freqs[j]) * attention_factor)
 
 R, twice the number of frequencies, may be below D: the last D - R numbers of each head stay as they are (partial rotary). Or, if
-interleaved, 2j is rotated with 2j + 1 (GPT-J, GLM).
+interleaved, 2j is rotated with 2j + 1 (GPT-J, GLM). A token may have positions along several axes, of which each frequency reads
+one (mRoPE): where they are equal, its bits are those of that one position.
 
 If K or V of a key is not finite, its K is written as NaN, and the values of its V that are not finite as 0. Queries that attend
 to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
@@ -40,9 +41,9 @@ MANY_TOKENS = 1024
 """From this many tokens on, one program per token fills the GPU."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["axis_stride"])
 def rope_write_kernel(
-    qkv, positions, freqs, q_norm, k_norm, out_q, kv, scales, slot_mapping, qkv_stride, kv_stride_part,
+    qkv, positions, freqs, axes, q_norm, k_norm, out_q, kv, scales, slot_mapping, qkv_stride, kv_stride_part, axis_stride,
     EPS: tl.constexpr, FACTOR: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, V_NORM: tl.constexpr, SHARED_V: tl.constexpr,
     HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
@@ -64,6 +65,8 @@ def rope_write_kernel(
         q_low, q_high = tl.load(q_norm + at_low, mask=half)[None, :], tl.load(q_norm + at_high, mask=half)[None, :]
         k_low, k_high = tl.load(k_norm + at_low, mask=half)[None, :], tl.load(k_norm + at_high, mask=half)[None, :]
     freq = tl.load(freqs + lane, mask=turns, other=0.0)
+    if axes is not None:
+        to_axis = tl.load(axes + lane, mask=turns, other=0) * axis_stride
     await_earlier(PDL)
     if kv is not None:
         cell = kv + tl.load(slot_mapping + t) * (NUM_KV_HEADS * 2 * HALF)
@@ -87,7 +90,10 @@ def rope_write_kernel(
                 v_low = tl.load(value + low_at, mask=is_k & half[None, :], other=0.0).to(ACC)
                 v_high = tl.load(value + high_at, mask=is_k & half[None, :], other=0.0).to(ACC)
         if block == 0:  # after the loads are issued, which do not depend on this
-            angle = tl.load(positions + t).to(tl.float32) * freq
+            if axes is None:
+                angle = tl.load(positions + t).to(tl.float32) * freq
+            else:
+                angle = tl.load(positions + to_axis + t).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
         if q_norm is not None or V_NORM:
@@ -149,6 +155,7 @@ def rope_write(
     *,
     attention_factor: float,
     out_q: Tensor,
+    axes: Tensor | None = None,
     interleaved: bool = False,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -162,13 +169,14 @@ def rope_write(
 
     qkv               fp32, bf16, fp16 or fp64 [T, (NH + 2 * KVH) * D], with shared_v [T, (NH + KVH) * D]  rows may be slices of
                       wider ones
-    positions         int64 [T]
+    positions         int64 [T], with axes [A, T]
     freqs             fp32 [R/2]  radians a token; the last D - R numbers of each head are not rotated
     kv                [2, P, page_size, KVH, D] of qkv's dtype, with scales e4m3  keys, values; contiguous but for the first
                       dimension
     slot_mapping      int64 [T]  page * page_size + offset, below P * page_size; not checked, which would read the device
     attention_factor  scale of cos and sin (yarn), else 1
     out_q             [T, NH, D] of qkv's dtype, contiguous; NH may be 0, for K and V alone
+    axes              int64 [R/2]  the axis whose position each frequency reads, below A; not checked, as slot_mapping
     interleaved       number 2j of a head is rotated with 2j + 1; else j with j + R/2
     q_norm, k_norm    [D] of qkv's dtype, or fp32 (rounded once, after the product): weights of the norms of each head, with
                       `eps`; both of one dtype, or none
@@ -183,7 +191,7 @@ def rope_write(
     check(
         "rope_write: qkv", qkv, (num_tokens, (num_heads + (1 if shared_v else 2) * num_kv_heads) * head_dim), *FLOATS, rows=True
     )
-    _check_queries("rope_write", positions, freqs, out_q, qkv.dtype, q_norm)
+    _check_queries("rope_write", positions, freqs, axes, out_q, qkv.dtype, q_norm)
     check("rope_write: kv[0]", kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), qkv.dtype if scales is None else E4M3)
     if scales is not None:
         check("rope_write: scales", scales, (2, num_kv_heads), torch.float32)
@@ -194,19 +202,19 @@ def rope_write(
         check("rope_write: k_norm", k_norm, (head_dim,), q_norm.dtype)
     if not (qkv.is_cuda or interpret):
         rope_write_reference(
-            qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q,
+            qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q, axes=axes,
             interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v, scales=scales,
         )
     elif num_tokens:
         _launch(
-            qkv, positions, freqs, q_norm, k_norm, out_q, movable(kv), scales, slot_mapping, num_kv_heads, EPS=eps,
+            qkv, positions, freqs, axes, q_norm, k_norm, out_q, movable(kv), scales, slot_mapping, num_kv_heads, EPS=eps,
             FACTOR=attention_factor, INTERLEAVED=interleaved, V_NORM=v_norm, SHARED_V=shared_v,
         )
 
 
 def rotate_queries(
-    q: Tensor, positions: Tensor, freqs: Tensor, *, attention_factor: float, out_q: Tensor, interleaved: bool = False,
-    q_norm: Tensor | None = None, eps: float = 0.0, interpret: bool = False,
+    q: Tensor, positions: Tensor, freqs: Tensor, *, attention_factor: float, out_q: Tensor, axes: Tensor | None = None,
+    interleaved: bool = False, q_norm: Tensor | None = None, eps: float = 0.0, interpret: bool = False,
 ) -> None:
     """Write the rotated queries of T tokens, as `rope_write` does.
 
@@ -216,23 +224,25 @@ def rotate_queries(
     """
     num_tokens, num_heads, head_dim = out_q.shape
     check("rotate_queries: q", q, (num_tokens, num_heads * head_dim), *FLOATS, rows=True)
-    _check_queries("rotate_queries", positions, freqs, out_q, q.dtype, q_norm)
+    _check_queries("rotate_queries", positions, freqs, axes, out_q, q.dtype, q_norm)
     if not (q.is_cuda or interpret):
         heads = q.unflatten(1, (-1, head_dim))
         heads = heads if q_norm is None else _normed(heads, q_norm, eps)
-        out_q.copy_(_rotated(heads, *_angles(positions, freqs, attention_factor, q.dtype), interleaved))
+        out_q.copy_(_rotated(heads, *_angles(positions, freqs, axes, attention_factor, q.dtype), interleaved))
     elif num_tokens:
         _launch(
-            q, positions, freqs, q_norm, q_norm, out_q, None, None, None, 0, EPS=eps, FACTOR=attention_factor,
+            q, positions, freqs, axes, q_norm, q_norm, out_q, None, None, None, 0, EPS=eps, FACTOR=attention_factor,
             INTERLEAVED=interleaved, V_NORM=False, SHARED_V=False,
         )
 
 
 def _check_queries(
-    name: str, positions: Tensor, freqs: Tensor, out_q: Tensor, dtype: torch.dtype, q_norm: Tensor | None
+    name: str, positions: Tensor, freqs: Tensor, axes: Tensor | None, out_q: Tensor, dtype: torch.dtype, q_norm: Tensor | None
 ) -> None:
     num_tokens, _, head_dim = out_q.shape
-    check(f"{name}: positions", positions, (num_tokens,), torch.int64)
+    if axes is not None:
+        check(f"{name}: axes", axes, (freqs.numel(),), torch.int64)
+    check(f"{name}: positions", positions, (*positions.shape[: 0 if axes is None else 1], num_tokens), torch.int64)
     check(f"{name}: freqs", freqs, (min(max(1, freqs.numel()), head_dim // 2),), torch.float32)
     check(f"{name}: out_q", out_q, tuple(out_q.shape), dtype)
     if q_norm is not None:
@@ -240,15 +250,16 @@ def _check_queries(
 
 
 def _launch(
-    qkv: Tensor, positions: Tensor, freqs: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, out_q: Tensor,
-    kv: Tensor | None, scales: Tensor | None, slot_mapping: Tensor | None, num_kv_heads: int, **constants: object,
+    qkv: Tensor, positions: Tensor, freqs: Tensor, axes: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
+    out_q: Tensor, kv: Tensor | None, scales: Tensor | None, slot_mapping: Tensor | None, num_kv_heads: int, **constants: object,
 ) -> None:
     num_tokens, num_heads, head_dim = out_q.shape
     blocks = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     per_program = blocks if num_tokens >= MANY_TOKENS else 1
     lanes = triton.next_power_of_2(head_dim // 2)
     rope_write_kernel[(num_tokens, blocks // per_program)](
-        qkv, positions, freqs, q_norm, k_norm, out_q, kv, scales, slot_mapping, qkv.stride(0), 0 if kv is None else kv.stride(0),
+        qkv, positions, freqs, axes, q_norm, k_norm, out_q, kv, scales, slot_mapping, qkv.stride(0),
+        0 if kv is None else kv.stride(0), positions.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, ROTARY_HALF=freqs.numel(), HEADS=HEADS,
         BLOCKS_PER_PROGRAM=per_program, LANES=lanes, ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32,
         INTERPRETED=not qkv.is_cuda, num_warps=1 if lanes < 64 else 2 if lanes < 256 else 4, **constants, **launch_args(qkv),
@@ -264,6 +275,7 @@ def rope_write_reference(
     *,
     attention_factor: float,
     out_q: Tensor,
+    axes: Tensor | None = None,
     interleaved: bool = False,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -279,13 +291,15 @@ def rope_write_reference(
     v = _normed(v, None, eps) if v_norm else v
     if q_norm is not None and k_norm is not None:
         q, k = _normed(q, q_norm, eps), _normed(k, k_norm, eps)
-    cos, sin = _angles(positions, freqs, attention_factor, qkv.dtype)
+    cos, sin = _angles(positions, freqs, axes, attention_factor, qkv.dtype)
     out_q.copy_(_rotated(q, cos, sin, interleaved))
     kv_write_reference(_rotated(k, cos, sin, interleaved), v, kv, slot_mapping, scales)
 
 
-def _angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = positions.to(torch.float32)[:, None, None] * freqs
+def _angles(
+    positions: Tensor, freqs: Tensor, axes: Tensor | None, attention_factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    angles = (positions[:, None] if axes is None else positions[axes].T).to(torch.float32)[:, None] * freqs
     cos, sin = ((f(angles) * attention_factor).to(dtype) for f in (torch.cos, torch.sin))
     return cos, sin
 

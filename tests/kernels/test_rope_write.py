@@ -37,6 +37,7 @@ class Case:
     out_q: Tensor
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    axes: Tensor | None = None
     attention_factor: float = 1.0
     interleaved: bool = False
     v_norm: bool = False
@@ -73,6 +74,7 @@ class Case:
             self.slot_mapping,
             attention_factor=self.attention_factor,
             out_q=self.out_q,
+            axes=self.axes,
             interleaved=self.interleaved,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
@@ -101,7 +103,8 @@ class Case:
                 x / (x.square().mean(2, keepdim=True) + EPS).sqrt() * weight.double()
                 for x, weight in ((q, self.q_norm), (k, self.k_norm))
             )
-        angle = (self.positions.float()[:, None] * self.freqs).double()
+        positions = self.positions[:, None] if self.axes is None else self.positions[self.axes].T
+        angle = (positions.float() * self.freqs).double()
         rotation = torch.polar(torch.full_like(angle, self.attention_factor), angle)[:, None]
 
         def rotated(x: Tensor) -> Tensor:
@@ -167,6 +170,34 @@ def test_a_part_of_each_head_is_rotated_and_the_rest_passes(
             heads = case.qkv.view(3, 8, head_dim)[..., rotary_dim:]
             assert torch.equal(case.out_q[..., rotary_dim:], heads[:, :4])
             assert torch.equal(case.kv.flatten(1, 2)[0, case.slot_mapping][..., rotary_dim:], heads[:, 4:6])
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "many", "dtype"), covering([False, True], [False, True], [torch.float32, torch.bfloat16])
+)
+def test_each_frequency_reads_its_axis_and_equal_positions_have_the_bits_of_one(
+    interleaved: bool, many: bool, dtype: torch.dtype, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in prefill and in the rounds after it."""
+    monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1000)
+    one = Case.make(5, 4, 2, 24, dtype, device, norms=True, rotary_dim=20)
+    one.interleaved = interleaved
+    one.run(interpret)
+    axes = torch.tensor([0, 1, 2, 0, 1, 2, 2, 0, 0, 1], device=device)
+    positions = torch.randint(0, 9000, (3, 5), device=device)
+    positions[:, 2:] = one.positions[2:]
+    case = replace(one, positions=positions, axes=axes, out_q=one.out_q.clone().fill_(POISON), kv=one.kv.clone().fill_(POISON))
+    case.run(interpret)
+    case.assert_written()
+    assert torch.equal(case.out_q[2:], one.out_q[2:])
+    cells = case.slot_mapping[2:]
+    assert torch.equal(case.kv.flatten(1, 2)[:, cells], one.kv.flatten(1, 2)[:, cells])
+    queries = torch.empty_like(case.out_q)
+    rotate_queries(
+        case.qkv[:, : 4 * 24], positions, case.freqs, attention_factor=1.0, out_q=queries, axes=axes, interleaved=interleaved,
+        q_norm=case.q_norm, eps=EPS, interpret=interpret,
+    )
+    assert torch.equal(queries, case.out_q)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +312,7 @@ def test_wrong_arguments_are_refused() -> None:
         ("freqs", case.freqs.double()),
         ("freqs", torch.zeros(5)),
         ("freqs", torch.zeros(0)),
+        ("axes", torch.zeros(4, dtype=torch.int32)),
         ("slot_mapping", torch.zeros(3, dtype=torch.int64)),
         ("out_q", case.out_q.double()),
         ("q_norm", torch.zeros(4)),
@@ -288,6 +320,8 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"rope_write: {name} is "):
             rope_write(**{**good, name: bad})
+    with pytest.raises(ValueError, match="rope_write: positions is "):
+        rope_write(**{**good, "axes": torch.zeros(4, dtype=torch.int64), "positions": torch.zeros(3, 3, dtype=torch.int64)})
     with pytest.raises(ValueError, match=r"rope_write: kv\[0\] is float64"):
         rope_write(**{**good, "kv": case.kv.double()})
     with pytest.raises(ValueError, match="one of q_norm and k_norm is None"):

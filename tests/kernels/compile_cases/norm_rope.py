@@ -6,6 +6,7 @@ from tests.kernels.compile_cases.cases import PF32, PI64, Cases
 
 CASES = Cases("norm_rope")
 case = CASES.add
+OF_ONE_AXIS = {"freqs": PF32, "axes": None}
 
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
@@ -14,22 +15,22 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
              weight=_values, factor=None, out=_values, out_aux=_aux, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)
     case(f"norm_kernel {_dtype}, weight in fp32", "norm", 2, hidden=_values, residual=_values, weight=PF32, factor=_values,
          out=_values, out_aux=None, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)
-    case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, freqs=PF32, q_norm=_values, k_norm=_values,
+    case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, **OF_ONE_AXIS, q_norm=_values, k_norm=_values,
          out_q=_values, kv=_values, scales=None, EPS=1e-6, FACTOR=1.0, NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64,
          INTERLEAVED=False, V_NORM=False, SHARED_V=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc, INTERPRETED=False)
     for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
-        case(f"rope_write_kernel {_dtype}, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, freqs=PF32,
+        case(f"rope_write_kernel {_dtype}, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, **OF_ONE_AXIS,
              q_norm=_gains, k_norm=_gains, out_q=_values, kv=_values, scales=None, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32,
              NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64, INTERLEAVED=False, V_NORM=False, SHARED_V=False, HEADS=8,
              BLOCKS_PER_PROGRAM=_blocks, LANES=64, ACC=_acc, INTERPRETED=False)
     for _rotary_half, _interleaved in ((32, False), (32, True), (64, True)):
         case(f"rope_write_kernel {_dtype}, {_rotary_half} pairs, interleaved {_interleaved}", "rope_write", 2, qkv=_values,
-             freqs=PF32, q_norm=_values, k_norm=_values, out_q=_values, kv=_values, scales=None, EPS=1e-6, FACTOR=1.0,
+             **OF_ONE_AXIS, q_norm=_values, k_norm=_values, out_q=_values, kv=_values, scales=None, EPS=1e-6, FACTOR=1.0,
              NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=_rotary_half, INTERLEAVED=_interleaved, V_NORM=False,
              SHARED_V=False, HEADS=8, BLOCKS_PER_PROGRAM=1, LANES=64, ACC=_acc, INTERPRETED=False)
 for _dtype, _gains, _blocks in (("bf16", "*bf16", 1), ("bf16", None, 6), ("fp64", None, 1)):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
-    case(f"rope_write_kernel {_dtype} to e4m3, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, freqs=PF32,
+    case(f"rope_write_kernel {_dtype} to e4m3, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, **OF_ONE_AXIS,
          q_norm=_gains, k_norm=_gains, out_q=_values, kv="*u8", scales=PF32, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8,
          HALF=64, ROTARY_HALF=64, INTERLEAVED=False, V_NORM=False, SHARED_V=False, HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64,
          ACC=_acc, INTERPRETED=False)
@@ -45,10 +46,15 @@ for _kv_heads, _half, _shared, _blocks, _kv in (
     (16, 128, False, 1, "*bf16"), (4, 256, True, 1, "*bf16"), (4, 256, True, 5, "*u8"), (0, 256, False, 1, None),
 ):
     case(f"rope_write_kernel bf16 D={2 * _half}, {_kv_heads} K/V heads, {_blocks} blocks, to {_kv}", "rope_write",
-         4 if _half == 256 else 2, qkv="*bf16", freqs=PF32, q_norm=PF32, k_norm=PF32, out_q="*bf16", kv=_kv,
+         4 if _half == 256 else 2, qkv="*bf16", **OF_ONE_AXIS, q_norm=PF32, k_norm=PF32, out_q="*bf16", kv=_kv,
          scales=PF32 if _kv == "*u8" else None, slot_mapping=None if _kv is None else PI64, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32,
          NUM_KV_HEADS=_kv_heads, HALF=_half, ROTARY_HALF=_half, INTERLEAVED=False, V_NORM=_kv is not None, SHARED_V=_shared,
          HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=_half, ACC="fp32", INTERPRETED=False)
+
+case("rope_write_kernel bf16, positions of images", "rope_write", 2, qkv="*bf16", freqs=PF32, axes=PI64, q_norm="*bf16",
+     k_norm="*bf16", out_q="*bf16", kv="*bf16", scales=None, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64,
+     ROTARY_HALF=64, INTERLEAVED=False, V_NORM=False, SHARED_V=False, HEADS=8, BLOCKS_PER_PROGRAM=6, LANES=64, ACC="fp32",
+     INTERPRETED=False)
 
 CASES.seldom |= {
     "rope_write_kernel bf16 D=256, 16 K/V heads, 1 blocks, to *bf16",

@@ -128,6 +128,7 @@ class LayerKV:
         freqs: Tensor,
         slot_mapping: Tensor,
         *,
+        axes: Tensor | None = None,
         attention_factor: float,
         interleaved: bool,
         q_norm: Tensor | None,
@@ -142,7 +143,7 @@ class LayerKV:
         out_q = qkv.new_empty(qkv.shape[0], num_heads, self.layout.head_dim)
         rope_write(
             qkv, positions, freqs, self.pages, slot_mapping, attention_factor=attention_factor, out_q=out_q,
-            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v,
+            axes=axes, interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v,
             scales=self.scales,
         )
         return out_q

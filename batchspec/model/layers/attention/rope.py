@@ -78,7 +78,7 @@ class Rope:
     """The rotation of a batch's heads, computed once for all layers."""
 
     positions: Tensor
-    """int64 [T]"""
+    """int64 [T], with axes [3, T]"""
     freqs: Tensor
     """float32 [R/2] radians per token, R the number of rotated values of a head"""
     attention_factor: float
@@ -87,19 +87,22 @@ class Rope:
     """whether dimension 2j is rotated with 2j + 1; otherwise j with j + R/2"""
     angles: tuple[Tensor, Tensor] | None
     """cos and sin as from `rope_angles`; None on a GPU, whose kernel computes them"""
+    axes: Tensor | None = None
+    """int64 [R/2] the axis of positions that each frequency reads; None: they have one"""
     query_factors: Tensor | None = None
     """[T, 1, 1] factors of q by its position, in the model's dtype; None: q has none"""
 
 
 def rope_of(positions: Tensor | AxisPositions, freqs: Tensor, rope: RopeSpec, dtype: torch.dtype) -> Rope:
     """The rotation of int64 positions [T] for heads of `dtype`; freqs of `rope_frequencies`. Launches nothing on a GPU, unless q
-    grows with its position, or positions have several axes: then cos and sin are computed here, on a GPU too."""
+    grows with its position, or positions have several axes: then it uploads which frequency reads which."""
     factor = rope.attention_factor
     if isinstance(positions, AxisPositions):
         assert not rope.query_growth, rope
+        values, axes = positions.values, positions.of_frequencies(len(freqs))
         return Rope(
-            positions=positions.values[0], freqs=freqs, attention_factor=factor, interleaved=rope.interleaved,
-            angles=rope_angles(positions.of_frequencies(len(freqs)), freqs, factor, dtype),
+            positions=values, freqs=freqs, attention_factor=factor, interleaved=rope.interleaved, axes=axes,
+            angles=None if values.is_cuda else rope_angles(values[axes].T, freqs, factor, dtype),
         )
     angles = None if positions.is_cuda else rope_angles(positions, freqs, factor, dtype)
     return Rope(

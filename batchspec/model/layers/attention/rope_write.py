@@ -48,8 +48,8 @@ def rope_write(
         q_norm = k_norm = None
     if at.angles is None:
         return kv.rope_write(
-            qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor, interleaved=at.interleaved,
-            q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v,
+            qkv, at.positions, at.freqs, slot_mapping, axes=at.axes, attention_factor=at.attention_factor,
+            interleaved=at.interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v,
         )
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads if shared_v else heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
@@ -69,8 +69,8 @@ def rotated_queries(q: Tensor, at: Rope, *, head_dim: int, q_norm: Tensor | None
     if at.angles is None:
         out = torch.empty_like(heads)
         rotate_queries(
-            q, at.positions, at.freqs, attention_factor=at.attention_factor, out_q=out, interleaved=at.interleaved,
-            q_norm=q_norm, eps=eps,
+            q, at.positions, at.freqs, attention_factor=at.attention_factor, out_q=out, axes=at.axes,
+            interleaved=at.interleaved, q_norm=q_norm, eps=eps,
         )
         return out
     return rotate(heads if q_norm is None else rms_norm(heads, q_norm, eps), *at.angles, interleaved=at.interleaved)

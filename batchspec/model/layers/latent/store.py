@@ -32,6 +32,7 @@ class LatentStore:
         layout, at = self.pages.layout, self.rope
         if at.query_factors is not None:
             q = q * at.query_factors
+        assert at.axes is None, "no model with latent attention reads images"
         if at.angles is None:
             write_latents(
                 rows, q, at.positions, at.freqs, norm, self.pages.vectors, self.slot_mapping, eps=eps,
