@@ -143,6 +143,6 @@ class DecodeConfig:
     """Give each row the same tokens in bfloat16 too, bit for bit, in every batch and with every drafter. All sums then have an
     order that depends on the row alone, not on K, slots, preemption or restarts. It needs a GPU of the Hopper generation and
     may lower its speed; in float64 it changes nothing. Refused with draft=tree, several GPUs per model, LoRA adapters that are
-    not merged, and scoring."""
+    not merged, scoring, and images whose tokens attend to each other (Gemma 4, but for E2B and E4B)."""
     ignore_eos: bool = key(False, advanced=True)
     """Go on after the model's EOS ids. The stop ids and stop strings of the user still end a completion."""

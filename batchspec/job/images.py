@@ -63,20 +63,22 @@ def with_vision(config: RunConfig, spec: ModelSpec, files: ModelFiles) -> ModelS
     if not config.model.vision:
         return spec
     pillow()
-    refused = {
-        task_of(config).asked: not task_of(config).reads_images,
-        "decode.deterministic=true": config.decode.deterministic,
-    }
-    if found := [name for name, is_asked in refused.items() if is_asked]:
+    if not task_of(config).reads_images:
         raise ConfigError(
-            f"{found[0]} is not supported with images (input.columns.images, model.vision); leave it out, or the images"
+            f"{task_of(config).asked} is not supported with images (input.columns.images, model.vision); leave it out, or the "
+            "images"
         )
-    vision = load_vision(files.folder)
+    vision = replace(load_vision(files.folder), ordered=config.decode.deterministic)
     try:
         vision = replace(vision, processor=vision.processor.within(config.input.min_pixels, config.input.max_pixels))
     except ValueError as error:
         raise ConfigError(f"input.{error}; correct it, or leave it to the model") from None
     most, given = vision.processor.most_whole, config.packing.max_num_batched_tokens
+    if vision.ordered and most:
+        raise ConfigError(
+            f"decode.deterministic=true is not supported with images of {spec.family}, whose tokens attend to each other; remove "
+            "it, or leave the images out (input.columns.images, model.vision)"
+        )
     if given is not None and given < most:
         raise ConfigError(
             f"packing.max_num_batched_tokens={given} is below {most}, the tokens of an image, which attend to each other in one "

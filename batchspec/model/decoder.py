@@ -134,7 +134,7 @@ class ResidualStream:
         """Add rows [N, H] to the tokens at places int64 [N], which are different."""
         self._summed(None).index_add_(0, places, rows)
 
-    def settle(self, out_aux: Tensor) -> None:
+    def settle(self, out_aux: Tensor | None) -> None:
         self._summed(out_aux)
 
     def _summed(self, out_aux: Tensor | None) -> Tensor:

@@ -69,6 +69,8 @@ class Target:
         self.image_encoder: ImageEncoder | None = None
         """What encodes images, if spec.vision: `load` sets it."""
         self._has_experts, self._last_kept = spec.experts is not None, spec.last_kept
+        self._num_settled = len(spec.vision.deepstack) if spec.ordered and spec.vision is not None else 0
+        """After so many layers the stream is summed in passes without images too: rows of images are added to such a sum."""
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
@@ -229,6 +231,8 @@ class Target:
             layer.finish(begun, stream, inputs[i].finish, add_in_product=following.norms_in_product(stream))
             if images is not None and i < num_added:
                 stream.add_rows(images.places, images.rows[:, 1 + i])
+            elif i < self._num_settled:
+                stream.settle(None)
         cache.fold(batch)
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
         if places is not None and cut > last:

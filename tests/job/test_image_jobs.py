@@ -266,11 +266,22 @@ def refused(model: Path, folder: Path, *more: str, row: dict[str, Any] = ROW) ->
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["decode.deterministic=true", "task=embed", "decode.score=prompts"])
+@pytest.mark.parametrize("key", ["task=embed", "decode.score=prompts"])
 def test_what_is_not_supported_with_images_is_refused_by_name(key: str, vl: Path, tmp_path: Path) -> None:
     embeds = ["decode.max_new_tokens=1024", "decode.ignore_eos=false"]
-    more = embeds if key in ("task=embed", "decode.score=prompts") else []
-    assert f"{key} is not supported with images" in refused(vl, tmp_path, key, *more, "input.columns={images:images}")
+    assert f"{key} is not supported with images" in refused(vl, tmp_path, key, *embeds, "input.columns={images:images}")
+
+
+def test_deterministic_jobs_encode_images_one_by_one_and_refuse_those_that_see_themselves(vl: Path, tmp_path: Path) -> None:
+    keys = ["input.columns={images:images}", "decode.deterministic=true"]
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "in.parquet")
+    for more, ordered in ((keys, True), (keys[:1], False)):
+        vision = open_job(compose(words(vl, tmp_path, "model.dtype=float64", *more))).spec.vision
+        assert vision is not None
+        assert vision.ordered == ordered
+    gemma4 = make_image_model(tmp_path / "gemma4", "gemma4")
+    said = refused(gemma4, tmp_path, *keys, "model.dtype=float64")
+    assert said.startswith("decode.deterministic=true is not supported with images of gemma4"), said
 
 
 @pytest.mark.parametrize(

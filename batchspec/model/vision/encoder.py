@@ -20,6 +20,7 @@ from torch import Tensor
 from batchspec.batch.upload import upload
 from batchspec.kernels.norm_rope.norm import rms_norm
 from batchspec.model.quant.base import Weights
+from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.vision.blocks import Grid, merge_order
 from batchspec.model.vision.spec import MOST_PATCHES, VisionSpec
 
@@ -48,7 +49,8 @@ class Patches:
 
 
 class PatchEncoder(ABC):
-    """An `ImageEncoder`. All images of a call are computed together, in passes of up to MOST_PATCHES patches."""
+    """An `ImageEncoder`. All images of a call are computed together, in passes of up to MOST_PATCHES patches; or each alone, so
+    that its bits depend on no other (`VisionSpec.ordered`)."""
 
     def __init__(self, spec: VisionSpec, weights: Weights, patch: str) -> None:
         """patch: the name of the weight that patches are multiplied by"""
@@ -70,7 +72,7 @@ class PatchEncoder(ABC):
         count, area = 0, self.spec.processor.patch**2
         for image in (images[i] for i in order):
             own = image.shape[0] * image.shape[1] // area
-            if group and count + own > MOST_PATCHES:
+            if group and (self.spec.ordered or count + own > MOST_PATCHES):
                 encoded += self._pass(group)
                 group, count = [], 0
             group.append(image)
@@ -125,8 +127,14 @@ class PatchEncoder(ABC):
     def rows_of(self, patches: Patches) -> Tensor:
         """[tokens, 1 + D, H] the rows of a pass (`ImageInputs.rows`), of each image row by row."""
 
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [N, K] @ weight [M, K].T + bias [M]. The library's product in bf16 depends on N, and on the GPU."""
+        if self.spec.ordered and x.dtype is torch.bfloat16:
+            return OrderedLinear(weight, bias)(x)
+        return F.linear(x, weight, bias)
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        return self.product(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def _rms(self, name: str, x: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -187,7 +187,7 @@ class Gemma4VisionEncoder(PatchEncoder):
     def rows_of(self, patches: Patches) -> Tensor:
         spec, (of_cols, of_rows) = self.spec, self._weights[_TABLE]
         rows, cols = patches.coords
-        x = F.linear(patches.values, self._patch)
+        x = self.product(patches.values, self._patch)
         x = x + (of_cols.index_select(0, cols) + of_rows.index_select(0, rows))
         angles = axial_angles(patches.coords.flip(0), spec.head_dim, spec.theta)
         attend = AttentionWithin(patches.cu_seqlens, x.dtype, self._device, scale=1.0)
@@ -198,7 +198,7 @@ class Gemma4VisionEncoder(PatchEncoder):
         if spec.standardized:
             pooled = (pooled - self._weights[f"{TOWER}std_bias"]) * self._weights[f"{TOWER}std_scale"]
         normed = self._unit(pooled.to(x.dtype))
-        return F.linear(normed, self._weights[f"{_PROJECTION}.weight"]).unsqueeze(1)
+        return self.product(normed, self._weights[f"{_PROJECTION}.weight"]).unsqueeze(1)
 
     def _layer(self, name: str, x: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionWithin) -> Tensor:
         heads, eps = self.spec.heads, self.spec.eps
@@ -221,9 +221,9 @@ class Gemma4VisionEncoder(PatchEncoder):
     def _product(self, name: str, x: Tensor) -> Tensor:
         weight = self._weights[f"{name}.linear.weight"]
         if not self.spec.clipped:
-            return F.linear(x, weight)
+            return self.product(x, weight)
         low, high, out_low, out_high = (self._weights[f"{name}.{limit}"] for limit in _LIMITS)
-        y: Tensor = F.linear(x.clamp(low, high), weight).clamp_(out_low, out_high)
+        y: Tensor = self.product(x.clamp(low, high), weight).clamp_(out_low, out_high)
         return y
 
 

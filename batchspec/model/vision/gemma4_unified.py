@@ -108,10 +108,10 @@ class Gemma4Embedder(PatchEncoder):
 
     def rows_of(self, patches: Patches) -> Tensor:
         (rows, cols), table = patches.coords, self._weights[f"{_EMBEDDER}pos_embedding"]
-        x = F.linear(self._normed("patch_ln1", patches.values), self._patch, self._weights[f"{_EMBEDDER}patch_dense.bias"])
+        x = self.product(self._normed("patch_ln1", patches.values), self._patch, self._weights[f"{_EMBEDDER}patch_dense.bias"])
         x = self._normed("patch_ln2", x) + (table[cols, 0] + table[rows, 1])
         normed = rms_norm(self._normed("pos_norm", x), self._ones, self.spec.eps)
-        return F.linear(normed, self._weights[_PROJECTION]).unsqueeze(1)
+        return self.product(normed, self._weights[_PROJECTION]).unsqueeze(1)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         weight, bias = (self._weights[f"{_EMBEDDER}{name}.{part}"] for part in ("weight", "bias"))

@@ -116,7 +116,7 @@ class GlmOcrEncoder(PatchEncoder):
 
     def rows_of(self, patches: Patches) -> Tensor:
         spec = self.spec
-        x = F.linear(patches.values, self._patch, self._weights["patch_embed.proj.bias"])
+        x = self.product(patches.values, self._patch, self._weights["patch_embed.proj.bias"])
         angles = axial_angles(patches.coords, spec.size // spec.heads, spec.theta)
         attend = AttentionWithin(patches.cu_seqlens, x.dtype, self._device)
         for layer in range(spec.depth):

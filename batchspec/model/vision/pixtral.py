@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.checkpoint.config_values import ConfigReader, Json, has_file, no_tokenizer, read_json, shown
@@ -181,13 +180,13 @@ class PixtralEncoder(PatchEncoder):
 
     def rows_of(self, patches: Patches) -> Tensor:
         spec = self.spec
-        x = self._rms(f"{TOWER}ln_pre", F.linear(patches.values, self._patch), EPS)
+        x = self._rms(f"{TOWER}ln_pre", self.product(patches.values, self._patch), EPS)
         angles = axial_angles(patches.coords, spec.size // spec.heads, spec.theta, own_frequencies=True)
         attend = AttentionWithin(patches.cu_seqlens, x.dtype, self._device)
         for layer in range(spec.depth):
             x = self._layer(f"{TOWER}transformer.layers.{layer}.", x, angles, attend)
         merged = self.of_tokens(self._rms(f"{PROJECTOR}norm", x, spec.projector_eps), patches)
-        y = self._linear(f"{PROJECTOR}linear_1", F.linear(merged, self._weights[_MERGE]))
+        y = self._linear(f"{PROJECTOR}linear_1", self.product(merged, self._weights[_MERGE]))
         return self._linear(f"{PROJECTOR}linear_2", activate(spec.projector_act, y)).unsqueeze(1)
 
     def _layer(self, name: str, x: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionWithin) -> Tensor:

@@ -148,7 +148,7 @@ class Qwen2_5VlEncoder(PatchEncoder):
 
     def rows_of(self, patches: Patches) -> Tensor:
         spec = self.spec
-        x = F.linear(patches.values, self._patch)
+        x = self.product(patches.values, self._patch)
         angles = axial_angles(patches.coords, spec.size // spec.heads, spec.theta)
         places, sizes, begin = list[Tensor](), list[int](), 0
         for grid, count in zip(patches.grids, patches.counts, strict=True):

@@ -50,9 +50,6 @@ class Qwen3VlSpec(VisionSpec):
     gelu: Literal["none", "tanh"]
     num_positions: int
     """Rows of the learned grid, a square."""
-    deepstack: tuple[int, ...] = ()
-    """deepstack_visual_indexes: layers of the ViT whose outputs each have a merger, in the order of deepstack_merger_list. The
-    outputs are added after text layers 0, 1, ... in the order of the ViT's layers."""
 
     def tensors(self) -> Iterator[TensorSpec]:
         processor, size = self.processor, self.size
@@ -162,7 +159,7 @@ class Qwen3VlEncoder(PatchEncoder):
 
     def rows_of(self, patches: Patches) -> Tensor:
         spec, table, dtype = self.spec, self._weights["pos_embed.weight"], self._patch.dtype
-        x = F.linear(patches.values, self._patch, self._weights["patch_embed.proj.bias"])
+        x = self.product(patches.values, self._patch, self._weights["patch_embed.proj.bias"])
         coords = [self.order(grid) for grid in patches.grids]
         of_groups = zip(coords, patches.grids, patches.counts, strict=True)
         x = x + torch.cat([grid_positions(table, own, grid).to(dtype).repeat(count, 1) for own, grid, count in of_groups])

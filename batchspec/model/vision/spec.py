@@ -81,6 +81,11 @@ class VisionSpec(CheckpointPart):
     """H"""
     theta: float = 10_000.0
     """Of the rotation by rows and columns."""
+    deepstack: tuple[int, ...] = ()
+    """deepstack_visual_indexes of Qwen3-VL: layers whose outputs each have a merger, in the order of deepstack_merger_list. The
+    outputs are added after layers 0, 1, ... of the language model in the order of the encoder's layers."""
+    ordered: bool = False
+    """Whether the bits of an image depend on no other image (decode.deterministic)."""
     inner_tensors: ClassVar[int] = 2
     """How many tensors of [patches, inner] an MLP has in memory at the same time."""
     prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}

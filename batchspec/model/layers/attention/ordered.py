@@ -27,8 +27,10 @@ def plan_ordered(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int |
     """The plan of a batch for all layers with this window. Does not synchronise on a GPU.
 
     Rows with many queries are a prefill. Trees are not supported: the keys of a path would have other positions than a chain's.
+    Nor are images whose tokens attend to each other.
     """
     assert batch.tree is None
+    assert batch.last_keys is None
     if batch.max_q > MAX_QUERIES:
         return OrderedPrefillPlan(batch, window)
     layout = kv.layout
