@@ -23,6 +23,7 @@ from transformers import Qwen2VLImageProcessorPil
 import batchspec
 from batchspec import cli, run
 from batchspec.commands.planning import plan
+from batchspec.commands.verify import verify
 from batchspec.config.compose import compose
 from batchspec.config.schema import InputConfig
 from batchspec.data.dataset.reader import open_source
@@ -282,6 +283,19 @@ def test_deterministic_jobs_encode_images_one_by_one_and_refuse_those_that_see_t
     gemma4 = make_image_model(tmp_path / "gemma4", "gemma4")
     said = refused(gemma4, tmp_path, *keys, "model.dtype=float64")
     assert said.startswith("decode.deterministic=true is not supported with images of gemma4"), said
+
+
+@pytest.mark.second
+def test_a_deterministic_job_has_the_tokens_that_drafts_and_few_pages_do_not_change(vl: Path, tmp_path: Path) -> None:
+    rows: Rows = [{"messages": user("<image>What is this?"), "images": own} for own in (A, B, A)]
+    keys = ["input.columns={images:images}", "decode.deterministic=true", "model.dtype=float64"]
+    found = done(vl, tmp_path, rows, *keys, "draft=none", "packing.max_num_seqs=1")
+    verified = verify(tmp_path / "out", 3)
+    assert (verified.differences, verified.exact) == ([], True)
+    (tmp_path / "again").mkdir()
+    again = done(vl, tmp_path / "again", rows, *keys, "draft=lookup", "packing.max_num_batched_tokens=23")
+    assert [row["token_ids"] for row in again] == [row["token_ids"] for row in found]
+    assert [row["image_digest"] for row in again] == [row["image_digest"] for row in found]
 
 
 @pytest.mark.parametrize(
