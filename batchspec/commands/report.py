@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.job.report.page import write_report
+from batchspec.job.thumbnails import thumbnails_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     args = parser.parse_args(argv)
     output = OutputFolder(args.out)
-    write_report(output)
+    write_report(output, partial(thumbnails_of, output))
     terminal.show_line(f"{output.path}/report.html")
     return 0

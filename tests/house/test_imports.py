@@ -145,6 +145,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.supervise.watchdog",
     },
     "job.runner": {
+        "job.thumbnails",
         "config.draft_auto",
         "config.overrides",
         "images.processor",
@@ -176,6 +177,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "job.supervise": {"data.dataset", "engine", "job.load.loaded_engine", "packing.work_plan", "data.runstate", "data.storage"},
     "commands": {
+        "job.thumbnails",
         "cache",
         "cluster.devices",
         "cluster.manifests",
@@ -204,6 +206,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tuning",
     },
     "images": {"checkpoint.config_values"},
+    "job.thumbnails": {"images", "config", "data", "job.prepare", "job.report"},
     "job.images": {"images", "data.dataset.columns", "checkpoint.files", "model"},
     "packing": {
         "images",

@@ -19,6 +19,7 @@ from batchspec.job.report import error_rows, page
 from batchspec.job.report.error_rows import first_errors
 from batchspec.job.report.stats import job_stats
 from batchspec.job.report.texts import cut
+from batchspec.job.report.thumbnails import Thumbnails
 from batchspec.job.runner import conclude
 from batchspec.records import Completion, RowError
 from tests.helpers.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
@@ -189,7 +190,7 @@ def test_an_output_without_error_rows_is_not_read_again_for_them(tmp_path: Path,
 
     monkeypatch.setattr(page, "first_errors", noted)
     for name, rows, times in (("good", [completion(0), completion(1)], 0), ("bad", [completion(0), failed(1)], 1)):
-        page.write_report(job(tmp_path / name, rows))
+        page.write_report(job(tmp_path / name, rows), lambda _: Thumbnails())
         assert len(read) == times
 
 

@@ -148,7 +148,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("batchspec.job.runner.checked_run.check_target_key", lambda *_: None)
     monkeypatch.setattr(conclude, "push_output", push)
     monkeypatch.setattr(conclude, "can_draw", lambda: True)
-    monkeypatch.setattr(conclude, "write_report", lambda output, stats: output.put_report(f"{stats.completions} rows"))
+    monkeypatch.setattr(conclude, "write_report", lambda output, _, stats: output.put_report(f"{stats.completions} rows"))
     return pushed
 
 

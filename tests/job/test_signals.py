@@ -42,7 +42,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A job whose report is one line."""
     monkeypatch.setattr(conclude, "can_draw", lambda: True)
-    monkeypatch.setattr(conclude, "write_report", lambda output, stats: output.put_report(f"{stats.completions} rows"))
+    monkeypatch.setattr(conclude, "write_report", lambda output, _, stats: output.put_report(f"{stats.completions} rows"))
     return [
         f"model.path={inputs}/model", f"input.path={inputs}/in.parquet", f"output.dir={tmp_path}/out", "decode.max_new_tokens=4",
         "output.shard_rows=2", "packing.max_num_seqs=2", "draft=none",

@@ -21,5 +21,6 @@ Afterwards:
     answer_sections.py  labels, scores, fields, tool calls
     figures.py      pictures of lengths and of the job over time; pictures.py: SVG
     error_rows.py   the first error rows of each code
+    thumbnails.py   images of the rows that are shown
     html.py         pieces of HTML; style.py: CSS
 """

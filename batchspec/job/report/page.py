@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from batchspec.console.text import MESSAGE_CHARS, for_shell, for_terminal
 from batchspec.data.runstate.manifest import Manifest
@@ -19,6 +19,7 @@ from batchspec.job.report.status import RunStatus, StatusReader
 from batchspec.job.report.style import STYLE
 from batchspec.job.report.summary import DECODED
 from batchspec.job.report.texts import Shown
+from batchspec.job.report.thumbnails import Thumbnails
 from batchspec.job.report.timeline import Course, course, parse_run
 
 MAX_CODES = 12
@@ -28,7 +29,7 @@ PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -47,10 +48,13 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write_report(output: OutputFolder, stats: JobStats | None = None) -> None:
+def write_report(
+    output: OutputFolder, images_of: Callable[[Sequence[Shown]], Thumbnails], stats: JobStats | None = None
+) -> None:
     """Write report.html into the output folder.
 
-    stats  result of `job_stats` for this output, if it is known; None computes it
+    images_of  the images of the rows that are shown
+    stats      result of `job_stats` for this output, if it is known; None computes it
     Raises ConfigError without the extra, OutputError without a committed shard, StorageError.
     """
     if not can_draw():
@@ -60,7 +64,8 @@ def write_report(output: OutputFolder, stats: JobStats | None = None) -> None:
     runs = [run for text in output.logs(".timeline.jsonl") if (run := parse_run(text)) is not None]
     states = StatusReader(output).read().runs
     errors = first_errors(output) if stats.by_status.get("error") else {}  # it reads all shards again
-    output.put_report(report_page(output.manifest, stats, errors, course(runs), states, name=output.path))
+    images = images_of(stats.quality.samples)
+    output.put_report(report_page(output.manifest, stats, errors, course(runs), states, images, name=output.path))
 
 
 def report_page(
@@ -69,6 +74,7 @@ def report_page(
     errors: Mapping[str, Sequence[Failed]],
     over_time: Course | None,
     states: Sequence[RunStatus],
+    images: Thumbnails,
     *,
     name: str,
 ) -> str:
@@ -76,6 +82,7 @@ def report_page(
 
     over_time  the job over time; None if no run recorded a timeline
     states     the status of every run
+    images     those of the random samples
     """
     from batchspec.job.report import figures  # needs the extra `report`
 
@@ -88,7 +95,7 @@ def report_page(
         *answer_sections(stats),
         *figures.lengths(stats),
         *_errors(stats, errors),
-        *_samples(stats.quality),
+        *_samples(stats.quality, images),
         "<h2>Speed</h2>",
         _tiles(_of_speed(stats)),
         *figures.over_time(over_time, DECODED if stats.speed is None else stats.speed.counts),
@@ -192,18 +199,21 @@ def _errors(stats: JobStats, errors: Mapping[str, Sequence[Failed]]) -> Iterator
         yield f'<p class="note">And {len(stats.by_error) - MAX_CODES} more codes.</p>'
 
 
-def _samples(good: Quality) -> Iterator[str]:
+def _samples(good: Quality, images: Thumbnails) -> Iterator[str]:
     """Random answers."""
     if good.samples:
         yield '<h3>Random samples</h3><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
-        yield f'<div class="texts">{"".join(_article(row) for row in good.samples)}</div>'
+        if images.note:
+            yield f'<p class="note">{html.line(images.note, MESSAGE_CHARS)}</p>'
+        yield f'<div class="texts">{"".join(_article(row, images.html(row.row_index)) for row in good.samples)}</div>'
 
 
-def _article(row: Shown) -> str:
+def _article(row: Shown, images: str) -> str:
+    """images: HTML"""
     label = html.line(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
     facts = f"{row.status}: {row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens"
     prompt = "" if row.prompt is None else f'<p class="note">prompt</p><pre>{html.text(row.prompt)}</pre>'
     return (
-        f'<article class="card"><h3>{label}</h3><p class="note">{html.line(facts)}</p>{prompt}'
+        f'<article class="card"><h3>{label}</h3><p class="note">{html.line(facts)}</p>{images}{prompt}'
         f'<p class="note">completion</p><pre>{html.text(row.completion)}</pre></article>'
     )

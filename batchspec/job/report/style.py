@@ -27,6 +27,8 @@ header dl { margin-top: .8rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
 .texts { columns: 21rem; column-gap: .8rem; margin-top: .8rem; }
 .texts .card { break-inside: avoid; margin-bottom: .8rem; }
+.images { display: flex; flex-wrap: wrap; gap: .4rem; align-items: end; margin: .4rem 0; }
+.images img { max-width: 100%; height: auto; border-radius: 4px; }
 code { font: .86em ui-monospace, Menlo, Consolas, monospace; }
 figure svg { display: block; width: 100%; max-width: 23rem; height: auto; margin: 0 auto; }
 figcaption { font-size: .85rem; }

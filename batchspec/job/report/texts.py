@@ -14,6 +14,8 @@ from batchspec.data.runstate.scan import scanning
 TEXT_CHARS = 600
 ROW_KEY = ("request_id", "row_index", "sample_index")
 """Columns that name a row of an output."""
+DIGEST = "image_digest"
+"""Column of outputs of jobs with images, and field of a `Shown`."""
 SHOWN_COLUMNS = ("prompt_tokens", "tokens", "mean_length")
 """Fields of usage and spec_decode that `shown_columns` reads, by the names that other tables have for them too."""
 
@@ -34,6 +36,8 @@ class Shown:
     prompt: str | None
     """None if the output has no column `messages`."""
     completion: str
+    image_digest: str | None = None
+    """As in the output; None: the row has no images."""
 
 
 def shown_columns() -> Iterator[pl.Expr]:
@@ -47,29 +51,30 @@ def shown_columns() -> Iterator[pl.Expr]:
 
 def with_texts(folder: OutputFolder, rows: pl.DataFrame) -> tuple[Shown, ...]:
     """Rows that have the columns of `shown_columns`, with their texts from the shards that hold them. Raises StorageError."""
-    names = [name for name in Shown.__dataclass_fields__ if name not in ("prompt", "completion")]
+    names = [name for name in Shown.__dataclass_fields__ if name not in ("prompt", "completion", DIGEST)]
     texts = _texts(folder, set(rows.select("row_index", "sample_index").iter_rows()))
     made = []
     for row in rows.select(names).iter_rows(named=True):
-        prompt, completion = texts[row["row_index"], row["sample_index"]]
-        made.append(Shown(**row, prompt=prompt, completion=completion))
+        made.append(Shown(**row, **texts[row["row_index"], row["sample_index"]]))
     return tuple(made)
 
 
-def _texts(folder: OutputFolder, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[str | None, str]]:
-    """Prompt and completion of some rows, by row_index and sample_index."""
+def _texts(folder: OutputFolder, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], dict[str, Any]]:
+    """Prompt, completion and digest of images of some rows, by row_index and sample_index."""
     shard_of = folder.manifest.layout.shard_of
     kept = folder.manifest.config.get("output", {}).get("messages", "full")
-    texts = {}
+    texts = dict[tuple[int, int], dict[str, Any]]()
     for shard in sorted({shard_of(row) for row, _ in wanted}):
         here = [row for row, _ in wanted if shard_of(row) == shard]
         rows = folder.scan([shard]).filter(pl.col("row_index").is_in(here))
         names = ["row_index", "sample_index", "completion", *(["messages"] if kept != "none" else [])]
         with scanning(folder.path):
+            names += [DIGEST] if DIGEST in rows.collect_schema().names() else []
             found = rows.select(names).collect()
         for row in found.iter_rows(named=True):
             prompt = _prompt(row.get("messages"), whole=kept == "full")
-            texts[row["row_index"], row["sample_index"]] = (prompt, cut(row["completion"] or ""))
+            own: dict[str, Any] = {"prompt": prompt, "completion": cut(row["completion"] or ""), DIGEST: row.get(DIGEST)}
+            texts[row["row_index"], row["sample_index"]] = own
     return texts
 
 

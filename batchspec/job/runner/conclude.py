@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from glob import has_magic
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from batchspec.job.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.job.report.push import push_command, push_output
 from batchspec.job.report.stats import JobStats, job_stats
 from batchspec.job.runner.job_run import check_errors
+from batchspec.job.thumbnails import thumbnails_of
 from batchspec.process.signals import EndSignals
 
 
@@ -34,7 +36,7 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     try:
         signals.interrupt()
         stats = job_stats(output.path)
-        finish(output, stats, again=again)
+        finish(job, output, stats, again=again)
         write_answers_of(job, output, again=again or not output.is_concluded())
         answers = None
         if repo is not None:
@@ -83,7 +85,7 @@ def check_all_errors(job: Job, stats: JobStats) -> None:
     check_errors(job, stats.error_rows, all_failed=stats.by_status.get("error", 0) == stats.completions)
 
 
-def finish(output: OutputFolder, stats: JobStats, *, again: bool) -> None:
+def finish(job: Job, output: OutputFolder, stats: JobStats, *, again: bool) -> None:
     """Write the card and the report of a complete job if they are missing, or if `again`. stats: of its rows."""
     output.tidy()  # also if this run wrote nothing: the run that committed the last shard may have died before this
     if again or not output.has_card():
@@ -91,7 +93,7 @@ def finish(output: OutputFolder, stats: JobStats, *, again: bool) -> None:
         if not can_draw():
             terminal.say(NEEDS_EXTRA.format(out=for_shell(output.path)))
     if can_draw() and not output.has_report():
-        write_report(output, stats=stats)
+        write_report(output, partial(thumbnails_of, output, job=job), stats)
         terminal.say(f"{output.path}/report.html: the job in pictures")
 
 
