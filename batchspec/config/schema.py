@@ -139,7 +139,9 @@ class CacheConfig:
     scales: str = key("auto", choices=("auto", "checkpoint", "calibrate"), advanced=True)
     """Where the scales of cache.dtype=fp8 come from. checkpoint: its k_scale and v_scale. calibrate: the largest K and V over
     fixed texts, with a margin. auto is the checkpoint's if it has them, else calibrate. A job keeps its scales in the output
-    folder, for all its runs. Only auto for latents, whose scales follow from their numbers."""
+    folder, for all its runs. Calibration reads no images: should theirs be over four times as large as those of texts, they are
+    cut off there; `batchspec verify --kv` shows what that changes. Only auto for latents, whose scales follow from their
+    numbers."""
     state_dtype: str = key("auto", choices=("auto", "bfloat16"))
     """Data type of the states that recurrent layers (gated delta, Mamba2) keep of each row. auto is float32, or float64 with
     model.dtype=float64; bfloat16 is half of the memory and of the reads and writes of a round, and other tokens where rounding
