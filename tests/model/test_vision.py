@@ -24,11 +24,12 @@ from batchspec.images.header import read_header
 from batchspec.images.pixtral_processor import LongestEdgeProcessor
 from batchspec.model.families.shapes import SHAPES
 from batchspec.model.spec import load_spec
-from batchspec.model.vision import encoder as module
+from batchspec.model.vision import spec as module_of_spec
 from batchspec.model.vision.blocks import AttentionWithin, grid_positions, merge_order
+from batchspec.model.vision.encoder import PatchEncoder
 from batchspec.model.vision.qwen2_5_vl import window_order
 from batchspec.model.vision.registry import load_vision
-from batchspec.model.vision.spec import MOST_PATCHES, VisionSpec
+from batchspec.model.vision.spec import VisionSpec
 from batchspec.model.weights import Checkpoint
 from batchspec.records import ImagePiece
 from tests.helpers.image_models import GLM, inputs_of, make_image_model, picture, theirs
@@ -65,10 +66,10 @@ def encoded_by_transformers(folder: Path, inputs: dict[str, torch.Tensor]) -> An
     return model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
 
 
-@pytest.mark.parametrize("most", [MOST_PATCHES, 100])
+@pytest.mark.parametrize("most", [32_768, 100])
 def test_an_image_is_encoded_as_transformers_does_it(folder: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone or with others; the deepstack of Qwen3-VL too."""
-    monkeypatch.setattr(module, "MOST_PATCHES", most)
+    monkeypatch.setattr(module_of_spec, "MOST_PATCHES", most)
     spec, encoder = built(folder)
     images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
     inputs = inputs_of(folder, [], images)
@@ -526,3 +527,43 @@ def test_published_files_of_qwen2_5_vl_have_the_keys_of_the_language_model_besid
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="three numbers with the sum 8"):
         load_vision(tmp_path)
+
+
+A4 = (1728, 1216)
+"""Height and width in pixels of a page of A4 at 200 dpi after resizing to at most 2.1 million pixels: 8,208 patches of 16."""
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 19_269), (torch.float32, 10_399)])
+def test_two_pages_share_a_pass_in_bf16_and_the_plan_covers_what_a_pass_may_hold(
+    dtype: torch.dtype, most: int, tmp_path: Path
+) -> None:
+    """Sizes of Qwen3-VL-8B's encoder. The passes are counted, nothing is encoded."""
+    small = load_vision(make_image_model(tmp_path / "model", "qwen3_vl"))
+    processor = replace(small.processor, patch=16, frames=2, max_pixels=2_129_920)
+    spec = replace(small, processor=processor, size=1152, inner=4304)
+    assert spec.most_patches(dtype) == most
+    assert spec.activation_bytes(dtype) == most * spec.patch_bytes(dtype) <= module_of_spec.PASS_BYTES
+    area = 16**2
+    passes: list[int] = []
+
+    class Counted(PatchEncoder):
+        def __init__(self) -> None:
+            self.spec, self._patch = spec, torch.zeros(1, dtype=dtype)
+
+        def _pass(self, images: Any) -> list[torch.Tensor]:
+            passes.append(sum(one.shape[0] * one.shape[1] // area for one in images))
+            return [torch.zeros(1)] * len(images)
+
+        def rows_of(self, patches: Any) -> torch.Tensor:
+            raise AssertionError("not reached")
+
+    Counted().encode([np.zeros((*A4, 3), np.uint8)] * 5)
+    assert passes == ([16_416, 16_416, 8_208] if dtype == torch.bfloat16 else [8_208] * 5)
+    assert max(passes) * spec.patch_bytes(dtype) <= spec.activation_bytes(dtype)
+
+
+def test_an_image_larger_than_a_pass_is_planned_for(tmp_path: Path) -> None:
+    small = load_vision(make_image_model(tmp_path / "model", "qwen3_vl"))
+    spec = replace(small, processor=replace(small.processor, patch=16, max_pixels=16_777_216), size=1152, inner=4304)
+    assert spec.activation_bytes(torch.bfloat16) == 65_536 * spec.patch_bytes(torch.bfloat16)
+    assert replace(spec, size=8, inner=8).most_patches(torch.bfloat16) == module_of_spec.MOST_PATCHES

@@ -22,7 +22,7 @@ from batchspec.kernels.norm_rope.norm import rms_norm
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.vision.blocks import Grid, merge_order
-from batchspec.model.vision.spec import MOST_PATCHES, VisionSpec
+from batchspec.model.vision.spec import VisionSpec
 
 ACTIVATIONS: dict[str, Literal["silu", "none", "tanh"]] = {"silu": "silu", "gelu": "none", "gelu_pytorch_tanh": "tanh"}
 """hidden_act -> how it is computed: silu, or the approximation of gelu."""
@@ -49,7 +49,7 @@ class Patches:
 
 
 class PatchEncoder(ABC):
-    """An `ImageEncoder`. All images of a call are computed together, in passes of up to MOST_PATCHES patches; or each alone, so
+    """An `ImageEncoder`. All images of a call are computed together, in passes of up to `spec.most_patches`; or each alone, so
     that its bits depend on no other (`VisionSpec.ordered`)."""
 
     def __init__(self, spec: VisionSpec, weights: Weights, patch: str) -> None:
@@ -69,10 +69,10 @@ class PatchEncoder(ABC):
         order = sorted(range(len(images)), key=lambda i: images[i].shape)  # equal sizes are prepared together
         encoded: list[Tensor] = []
         group: list[NDArray[np.uint8]] = []
-        count, area = 0, self.spec.processor.patch**2
+        count, area, most = 0, self.spec.processor.patch**2, self.spec.most_patches(self._patch.dtype)
         for image in (images[i] for i in order):
             own = image.shape[0] * image.shape[1] // area
-            if group and (self.spec.ordered or count + own > MOST_PATCHES):
+            if group and (self.spec.ordered or count + own > most):
                 encoded += self._pass(group)
                 group, count = [], 0
             group.append(image)

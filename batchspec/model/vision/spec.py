@@ -19,8 +19,9 @@ from batchspec.model.layers.base import WHOLE, BlockSpec, Shard
 from batchspec.model.quant.base import Slices, Weights
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 
-MOST_PATCHES = 16_384
-"""Images are encoded together up to so many patches; a larger one alone."""
+MOST_PATCHES, PASS_BYTES = 32_768, 768 << 20
+"""Images are encoded together up to so many patches, which fill any card, and up to so many bytes of activations; a larger one
+alone. The bytes are two pages of 2.1 million pixels in the encoders of 8B models; more would be taken from K/V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +121,19 @@ class VisionSpec(CheckpointPart):
         """Bytes of what one token of an image reads."""
         return dtype.itemsize * self.hidden_size
 
+    def patch_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of activations that encoding takes for each patch of a pass, at most."""
+        values = 3 * self.processor.patch**2 * self.processor.frames
+        return dtype.itemsize * (8 * self.size + self.inner_tensors * self.inner) + 4 * values
+
+    def most_patches(self, dtype: torch.dtype) -> int:
+        """Patches up to which images are encoded together."""
+        return min(MOST_PATCHES, PASS_BYTES // self.patch_bytes(dtype))
+
     def activation_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that encoding takes at most, besides what it returns."""
-        processor = self.processor
-        most = max(MOST_PATCHES, processor.max_pixels // processor.patch**2)
-        values = 3 * processor.patch**2 * processor.frames
-        return most * (dtype.itemsize * (8 * self.size + self.inner_tensors * self.inner) + 4 * values)
+        largest = self.processor.max_pixels // self.processor.patch**2
+        return max(self.most_patches(dtype), largest) * self.patch_bytes(dtype)
 
     @abstractmethod
     def flop(self, patches: int) -> float:
