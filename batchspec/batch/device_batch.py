@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, ConstraintOffsets
-from batchspec.batch.images import ImagesOnDevice
+from batchspec.batch.image_inputs import AxisPositions
+from batchspec.batch.images import ImagesOnDevice, rope_positions
 from batchspec.batch.logits import ONCE_IN_OUTPUT, RULES, SEEN
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.slot_field import SlotField, declared, known_tokens
@@ -20,6 +22,12 @@ from batchspec.batch.upload import upload, upload_all
 from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import MAX_STOP_IDS, Request
+
+
+def end_of_prompt(request: Request, _output: Sequence[int]) -> Sequence[int] | NDArray[np.int64]:
+    """[3] RoPE positions of the prompt's last token; of a row without images they are not read."""
+    count = len(request.prompt_ids)
+    return rope_positions(request.images, count - 1, count)[:, 0] if request.images else (count - 1,) * 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +76,8 @@ class DeviceBatch:
     """int32 [R] number of the row's LoRA adapter, 0 is none"""
     rope_delta: Tensor = field(metadata=declared(begin=lambda r, _: sum(one.advance - one.length for one in r.images)))
     """int32 [R] what is added to positions after the prompt: an image takes fewer positions than it has tokens"""
+    rope_end: Tensor = field(metadata=declared(width=3, begin=end_of_prompt))
+    """int32 [R, 3] RoPE positions (time, height, width) of the prompt's last token, which may be one of an image"""
     seen: Tensor = field(metadata=declared(width="vocab", wanted=lambda mode: mode.penalties))
     """int32 [R, V] ONCE_IN_OUTPUT for each time that the token is in the output, and SEEN if it is in prompt or output; [R, 0]
     before a row has penalties"""
@@ -123,6 +133,14 @@ class DeviceBatch:
     def rope_positions(self, positions: Tensor, slots: Tensor) -> Tensor:
         """RoPE positions int64 [T] of tokens after the prompts; positions int64 [T], slots [T]: those of their rows."""
         return positions if self.images is None else positions + self.rope_delta[slots]
+
+    def rope_positions_from_prompt(self, positions: Tensor, slots: Tensor) -> Tensor | AxisPositions:
+        """The same of tokens of which some may be the last ones of the prompts."""
+        found = self.rope_positions(positions, slots)
+        if self.images is None or self.images.axes is None:
+            return found
+        is_end = positions == self.prompt_len[slots] - 1
+        return AxisPositions(torch.where(is_end, self.rope_end[slots].T, found), self.images.axes)
 
     def provide(self, mode: SamplingMode) -> None:
         """Allocate the state that `mode` needs and that few jobs have. Call it before a graph of such a mode is captured."""

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from batchspec.batch.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +20,13 @@ class AxisPositions:
 
     values: Tensor
     """int64 [3, T]"""
-    axes: tuple[int, ...]
-    """The axis that each frequency reads, 0 to 2; more frequencies than these read the time."""
+    axes: Tensor
+    """int64 [A] the axis that each frequency reads, 0 to 2; more frequencies than these read the time"""
 
     def of_frequencies(self, count: int) -> Tensor:
-        """int64 [count] on the device: the axis that each frequency reads."""
-        axes = np.zeros(count, np.int64)
-        axes[: len(self.axes)] = self.axes[:count]
-        return upload(axes, torch.int64, self.values.device)
+        """int64 [count]: the axis that each frequency reads. Copies nothing from the host: CUDA graphs hold it."""
+        own = self.axes[:count]
+        return F.pad(own, (0, count - len(own)))
 
     def select(self, places: Tensor) -> AxisPositions:
         return AxisPositions(self.values.index_select(1, places), self.axes)

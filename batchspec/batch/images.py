@@ -57,6 +57,8 @@ class ImagesOnDevice:
         self._pixels: dict[int, RowPixels] = {}
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         """Digest -> rows of an encoded image, those that were used last at the end."""
+        self.axes = upload(np.array(encoder.axes, np.int64), torch.int64, device) if encoder.axes else None
+        """As `AxisPositions.axes`; None: tokens of images have positions as those of text."""
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Requests enter these slots. What earlier ones left for their prefill is dropped."""
@@ -74,8 +76,8 @@ class ImagesOnDevice:
         what tokens read whose next token is one of an image; None if it has no such token. Encodes images that were not yet."""
         positions = [rope_positions(self._images.get(slot, ()), begin, end) for slot, begin, end in segments]
         axes = None
-        if self._encoder.axes:
-            axes = AxisPositions(upload(np.concatenate(positions, 1), torch.int64, self._device), self._encoder.axes)
+        if self.axes is not None:
+            axes = AxisPositions(upload(np.concatenate(positions, 1), torch.int64, self._device), self.axes)
         own = list(self._found(segments))
         following = list(self._found([(slot, begin + 1, end + 1) for slot, begin, end in segments])) if shifted else []
         rows = self._encoded([(found.piece, found.pixels) for found in (*own, *following)])

@@ -6,8 +6,8 @@
 
 Catch-up and prefill write K/V from the target's hidden states only and keep fc of the last position. A round runs its K positions
 through the head at once. K/V of mask tokens are in the slots of the positions to verify: the catch-up overwrites them, and no
-kv_len reaches them before that. Position p keeps its K/V: in a round all positions are turned as those of text, and p may be the
-last one of an image, if a prompt ends with it. Only the query of its first draft is then turned otherwise than by definition.
+kv_len reaches them before that. Position p keeps its K/V. In the first round it is the last one of the prompt, perhaps of an
+image.
 Source: P-EAGLE (2026, arXiv 2602.01469), parallel token decoding (https://github.com/vllm-project/vllm/pull/32628).
 Legend: R rows, T flat positions, K draft_len, H hidden, W = len(aux_layer_ids) * target hidden.
 """
@@ -119,7 +119,7 @@ class ParallelDrafter(HeadReader):
         )
         batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.max_kv)
         normed, residual = self.head.enter(ids, fed)
-        at = Place(self._rope(rows.rope_positions(positions, batch.row_ids)), slots)
+        at = Place(self._rope(rows.rope_positions_from_prompt(positions, batch.row_ids)), slots)
         plans = self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._pages(cache, i), plans[window])
