@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from batchspec.process.program import begin_program
 
 begin_program()  # before the other imports
 from batchspec.cli import console  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(console())
+    console()

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser, asks_for_help
@@ -18,7 +18,7 @@ from batchspec.errors import BatchspecError, ConfigError, Interrupted
 from batchspec.process.bytecode import keep_bytecode
 from batchspec.process.first_signals import in_batch_task
 from batchspec.process.preflight import check_address_space, check_machine
-from batchspec.process.program import begin_program, drop_unwritable
+from batchspec.process.program import begin_program, drop_unwritable, end_program
 from batchspec.process.refusals import is_panic, refusal
 from batchspec.process.signals import program, program_does
 from batchspec.version import __version__
@@ -121,10 +121,10 @@ def script(run: Callable[[Sequence[str]], Found], explanation: str | None) -> Fo
         sys.exit(f"{os.path.basename(sys.argv[0])}: interrupted")
 
 
-def console() -> int:
+def console() -> NoReturn:
     """The `batchspec` command."""
     begin_program()
-    return guarded(main, requeues=sys.argv[1:2] == ["run"])
+    end_program(guarded(main, requeues=sys.argv[1:2] == ["run"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,4 +170,4 @@ def _command(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(console())
+    console()

@@ -115,7 +115,7 @@ def _run_here(
 
 if __name__ == "__main__":
     from batchspec.cli import guarded
-    from batchspec.process.program import begin_program
+    from batchspec.process.program import begin_program, end_program
 
     begin_program()
-    sys.exit(guarded(main, requeues=True))
+    end_program(guarded(main, requeues=True))

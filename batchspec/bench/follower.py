@@ -26,8 +26,8 @@ from batchspec.engine.loop.follower import follow
 from batchspec.engine.ranks.messages import Load, decode
 from batchspec.errors import BatchspecError, RankLost
 from batchspec.job.runner.follower import compute_as_leader
-from batchspec.job.supervise.leave import leave
 from batchspec.process.child_process import act_when_parent_ends
+from batchspec.process.program import end_program
 
 
 def main() -> int:
@@ -76,4 +76,4 @@ def _take_turn(variant: EngineVariant, group: Group) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    end_program(main())

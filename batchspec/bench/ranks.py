@@ -22,7 +22,7 @@ from batchspec.distributed.rank_ends import culprit, ending
 from batchspec.distributed.rank_processes import RankProcesses, RankProgram
 from batchspec.distributed.seat import Seat, new_group
 from batchspec.errors import ConfigError, Interrupted, RankLost
-from batchspec.job.supervise.leave import leave
+from batchspec.process.program import end_program
 from batchspec.process.threads import start_thread
 
 PROGRAM = ("-m", "batchspec.bench.follower")
@@ -35,7 +35,7 @@ POLL_S, GRACE_S, END_S = 0.1, 3.0, 10.0
 def lead(ranks: int, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> NoReturn:
     """Call `measure` with the group of this process and the followers that it starts, report errors, and end the process."""
     with new_group(ranks) as seat:
-        leave(_lead(seat, argv, device, measure))  # tearing NCCL and the shared memory of the GPUs down may hang
+        end_program(_lead(seat, argv, device, measure))  # tearing NCCL and the shared memory of the GPUs down may hang
 
 
 def _lead(seat: Seat, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> int:

@@ -18,9 +18,8 @@ from batchspec.config.typed import from_json
 from batchspec.distributed.seat import Seat
 from batchspec.errors import Interrupted, RankLost
 from batchspec.job.runner.rank import run_rank, take_seat
-from batchspec.job.supervise.leave import leave
 from batchspec.process.first_signals import SIGNALS
-from batchspec.process.program import begin_program
+from batchspec.process.program import begin_program, end_program
 from batchspec.run import run_here
 
 if TYPE_CHECKING:
@@ -64,4 +63,4 @@ def _follower_ends() -> None:
 
 
 if __name__ == "__main__":
-    leave(guarded(main))
+    end_program(guarded(main))

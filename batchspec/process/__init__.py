@@ -13,7 +13,7 @@ machine.py         CPUs, cache folder and limits of this process
 out_of_memory.py   recognises errors of running out of memory
 own_process.py     keeps forks from what belongs to the process that they are forked from
 preflight.py       what the machine must give before libraries are imported
-program.py         what a program does first
+program.py         what a program does first and last
 refusals.py        errors by which the machine refuses memory, threads, files, system calls
 signals.py         SIGTERM, Ctrl-C: what they do in each stage of a program
 threads.py         starts threads

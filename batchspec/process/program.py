@@ -1,11 +1,12 @@
-"""What a program of batchspec does first, whatever it was started by: a shell, a batch system, a container's process 1."""
+"""What a program of batchspec does first and last, whatever started it: a shell, a batch system, a container's process 1."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from batchspec.console import terminal
 from batchspec.process.first_signals import SIGNALS, in_batch_task
@@ -23,6 +24,17 @@ def begin_program() -> None:
             raise
         terminal.fail(refused)
         sys.exit(refused.exit_code)
+
+
+def end_program(code: int) -> NoReturn:
+    """End the process without freeing what it holds: all is written, and to free modules, torch and CUDA takes seconds, or hangs.
+
+    The functions registered with `atexit` are called. Threads are not waited for.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        drop_unwritable(stream)
+    os._exit(code)
 
 
 def _begin() -> None:

@@ -32,10 +32,10 @@ from batchspec.job.load.build import rewrite_weights, vocabulary_of
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.job.prepare import open_model
 from batchspec.job.runner.rank import run_rank, take_seat
-from batchspec.job.supervise.leave import leave
 from batchspec.job.supervise.watchdog import Watchdog
 from batchspec.model.kv_calibration import give_scales
 from batchspec.process.out_of_memory import OutOfMemoryGuard
+from batchspec.process.program import end_program
 from batchspec.records import Request
 from batchspec.warm.loading import load, open_warm
 from batchspec.warm.messages import (
@@ -221,4 +221,4 @@ class _GivenRequests:
 
 
 if __name__ == "__main__":
-    leave(guarded(main))
+    end_program(guarded(main))

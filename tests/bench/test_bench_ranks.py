@@ -46,7 +46,7 @@ def measured(out: Path) -> list[dict[str, Any]]:
 
 def on_two_ranks(*words: str, patch: str = "") -> CompletedProcess[str]:
     """patch: statements that the leader executes first."""
-    code = f"import os, signal, sys\nfrom batchspec.cli import console\n{patch}\nsys.argv[0] = 'batchspec'\nsys.exit(console())"
+    code = f"import os, signal, sys\nfrom batchspec.cli import console\n{patch}\nsys.argv[0] = 'batchspec'\nconsole()"
     return run_python(["-c", code, "bench", *words, *SIZES, "--tensor-parallel", "2"], timeout_s=60)
 
 

@@ -31,8 +31,8 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.step import ScheduledStep
 from batchspec.job.runner import follower
-from batchspec.job.supervise.leave import leave
 from batchspec.model.weights import Checkpoint
+from batchspec.process.program import end_program
 from batchspec.warm import rank_process
 from tests.helpers.runs import put
 
@@ -94,4 +94,4 @@ if __name__ == "__main__":
         make_faulty()
     elif KIND == "slow":
         before_tensors(lambda _: time.sleep(1))
-    leave(guarded(rank_process.main if "WARM" in os.environ else worker.main))
+    end_program(guarded(rank_process.main if "WARM" in os.environ else worker.main))

@@ -84,7 +84,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.report.progress_bar",
         "job.runner.rank",
         "job.runner.shard_work",
-        "job.supervise.leave",
         "job.supervise.watchdog",
     },
     "job.run_job": {
@@ -141,7 +140,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "job.runner.rank",
         "data.runstate",
         "data.storage",
-        "job.supervise.leave",
         "job.supervise.watchdog",
     },
     "job.runner": {

@@ -297,6 +297,30 @@ def test_a_program_ends_with_its_exit_code(code: str, expected: tuple[int, str])
     assert (done.returncode, done.stderr) == expected
 
 
+def test_a_program_ends_without_freeing_what_it_holds_once_all_is_written() -> None:
+    done = program(
+        "import atexit, threading, time\nfrom batchspec.process.program import end_program\n"
+        "class Held:\n    def __del__(self): print('freed')\n"
+        "held = Held()\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "atexit.register(print, 'registered')\nend_program(guarded(lambda: print('answer') or 3))"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "answer\nregistered\n", "")
+
+
+@pytest.mark.parametrize("words", [["batchspec.run"], ["batchspec", "run"], ["batchspec.cli", "run"]], ids=" ".join)
+def test_every_command_ends_so(words: list[str], tmp_path: Path) -> None:
+    """The interpreter would free what the module `sitecustomize` holds."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nclass Held:\n    def __del__(self, write=os.write): write(2, b'freed')\nheld = Held()\n"
+    )
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--help"], env=os.environ | paths, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "batchspec" in done.stdout
+
+
 def test_what_a_parent_ignored_blocked_or_closed_does_not_change_a_program() -> None:
     """With SIGCHLD ignored, a killed child would seem to have ended with 0; nohup's SIGHUP stays ignored."""
 

@@ -27,11 +27,11 @@ from batchspec.process import load_progress
 from batchspec.process.child_process import python_command
 
 PROGRAM = """
-import os, sys
+import os
 from batchspec.process.child_process import act_when_parent_ends
 act_when_parent_ends(lambda: os._exit(75))
 from batchspec.cli import console
-sys.exit(console())
+console()
 """
 """Its standard input closes when this process ends."""
 EPOCHS, BATCH_TOKENS, AHEAD, ANCHORS = 8, 16384, 6, 0.75
