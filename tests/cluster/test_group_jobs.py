@@ -373,3 +373,25 @@ def test_ranks_that_are_killed_or_stopped_at_random_moments_change_no_token_and_
         assert code == 0, log.read_text()
         assert tokens(out, ROWS) == expected
         assert not list(temporary.iterdir())
+
+
+def test_ranks_read_the_log_probabilities_that_rows_ask_for(model: Path, command: list[str], tmp_path: Path) -> None:
+    """The leader alone finds what rows ask for, by the column of the input; every rank computes the values."""
+    rows = [{"id": f"q{i}", "prompt": f"row {i}", "num_logprobs": (None, 0, 3)[i % 3]} for i in range(6)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")
+    words = [
+        *[word for word in command if not word.startswith("input.")], f"input.path={tmp_path / 'in.parquet'}",
+        "decode.max_new_tokens=8",
+    ]
+    assert run.main([*words, f"output.dir={tmp_path / 'one'}"]) == 0
+    code, said = run_apart([*words, f"output.dir={tmp_path / 'two'}", "cluster.tensor_parallel=2"], tmp_path / "log")
+    assert code == 0, said
+    one, two = (pl.read_parquet(tmp_path / name / "data").sort("row_index") for name in ("one", "two"))
+    assert one["token_ids"].to_list() == two["token_ids"].to_list()
+    assert [values is not None for values in two["logprobs"]] == [False, True, True] * 2
+    for a, b in zip(one["logprobs"], two["logprobs"], strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or list(a) == pytest.approx(list(b), abs=1e-5)
+    for a, b in zip(one["top_logprobs"].to_list(), two["top_logprobs"].to_list(), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or [[top["id"] for top in at] for at in a] == [[top["id"] for top in at] for at in b]

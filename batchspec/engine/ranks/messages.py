@@ -50,6 +50,8 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     batch: PackedBatch
     vocabulary: RuleVocabulary | None = None
     """Set if rules of logits need it: ranks get what else these read by `RowCommands` of their steps."""
+    num_top: int | None = None
+    """output.logprobs: the leader sets it by the column `num_logprobs` of the input."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):

@@ -125,7 +125,7 @@ def _engine_of(
         chosen = f" (draft=auto: {job.why_drafter})" if job.why_drafter else ""
         progress.phase(f"draft={drafter.name}{chosen}: {round_of(drafter.draft_len)}")
     if lead is not None:
-        lead.send(Build(batch, vocabulary_of(job)))
+        lead.send(Build(batch, vocabulary_of(job), config.output.logprobs))
     engine = build_engine(
         config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job),
         expanding=expanding_of(job), defers_text=defers_text, call_parser=job.admission.call_parser,

@@ -70,7 +70,8 @@ def _follow(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
         return
     assert isinstance(message, Build), message
     drafter = model.drafter.build(weights, target, slots=message.batch.num_slots)
-    engine = build_engine(model.config, target, drafter, message.batch, vocabulary=message.vocabulary, token_ids=model.token_ids)
+    config = replace(model.config, output=replace(model.config.output, logprobs=message.num_top))
+    engine = build_engine(config, target, drafter, message.batch, vocabulary=message.vocabulary, token_ids=model.token_ids)
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
     follow(group.channel, engine, watchdog, new_weights=lambda message: _rewrite(model, target, Path(message.folder)))
 
