@@ -9,6 +9,10 @@ from typing import Protocol, runtime_checkable
 
 from batchspec.records import Request
 
+MOST_LEFT_OUT = 4096
+"""Maximum number of requests that `next_ready` leaves out at a time because they need no engine: refused ones, and those whose
+answer is known. It then returns None, so that their shards are committed: all other rows of the input may be such rows."""
+
 
 @runtime_checkable
 class RequestStream(Protocol):

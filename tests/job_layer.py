@@ -177,16 +177,16 @@ class StandInEngine:
     def unfinished(self) -> list[Snapshot]:
         return []
 
-    def run(self, requests: RequestStream | Iterable[Request]) -> Generator[Completion]:
+    def steps(self, requests: RequestStream | Iterable[Request]) -> Generator[list[Completion]]:
         self._requests = stream_of(requests)
         with older_objects_frozen():  # as the real engine does
             live: deque[Request] = deque()
             while (request := self._next()) is not None:
                 live.append(request)
                 if len(live) == SLOTS:
-                    yield self._end(live.popleft(), SLOTS)
+                    yield [self._end(live.popleft(), SLOTS)]
             while live:
-                yield self._end(live.popleft(), len(live))
+                yield [self._end(live.popleft(), len(live))]
 
     def _next(self) -> Request | None:
         return self._prefetched.popleft() if self._prefetched else self._requests.next_ready()

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from batchspec.records import Completion, Request
-from batchspec.request_stream import RequestStream, WrappedStream
+from batchspec.request_stream import MOST_LEFT_OUT, RequestStream, WrappedStream
 
 MOST_BYTES, BYTES_OF_ANSWER = 32 << 20, 1 << 10
 """Bytes of the newest answers that are kept for rows to come, and what each takes besides its arrays and texts."""
@@ -47,7 +47,9 @@ class EqualRows(WrappedStream):
         self._num_bytes = 0
 
     def next_ready(self) -> Request | None:
-        while (request := super().next_ready()) is not None:
+        for _ in range(MOST_LEFT_OUT):
+            if (request := super().next_ready()) is None:
+                break
             key = answer_key(request)
             if key is None:
                 return request

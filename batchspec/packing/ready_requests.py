@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
 from batchspec.records import Completion, Request
-from batchspec.request_stream import RequestStream
+from batchspec.request_stream import MOST_LEFT_OUT, RequestStream
 
 WAIT_S = 0.05
 """Longest wait, in seconds, while the engine has nothing to do. Between waits the caller checks signals and cancelled calls."""
@@ -66,8 +66,10 @@ class ReadyRequests:
 
     def _compiled(self) -> Request | None:
         """The first waiting request whose automaton is compiled, or else the next one that need not wait; None: there is
-        neither."""
-        while (found := self._first_done() or self._taken()) is not None:
+        neither, or MOST_LEFT_OUT were refused."""
+        for _ in range(MOST_LEFT_OUT):
+            if (found := self._first_done() or self._taken()) is None:
+                break
             ready = self._compiling.compiled(found)
             if isinstance(ready, Request):
                 return ready

@@ -126,8 +126,10 @@ class ModelFacts:
 class Runs(Protocol):
     """An engine, in this process or of several ranks."""
 
-    def run(self, requests: RequestStream) -> Generator[Completion]:
-        """Compute every request; completions come in the order in which rows end."""
+    def steps(self, requests: RequestStream) -> Generator[list[Completion]]:
+        """Compute every request; yields what has ended in each step. That is often nothing, also in a step that found no request
+        to compute: the caller then has what else became of the rows that were read, such as error rows. The last step comes after
+        the end of the requests."""
 
 
 class TaskRows:
@@ -308,9 +310,9 @@ class Task:
         """What decides its results, besides what decides those of all tasks: keys, and content of files."""
         return {}
 
-    def run(self, engine: Runs, requests: RequestStream) -> Generator[Completion]:
-        """Compute the requests of a job, which an engine may be given in another form."""
-        return engine.run(requests)
+    def steps(self, engine: Runs, requests: RequestStream) -> Generator[list[Completion]]:
+        """Compute the requests of a job, which an engine may be given in another form. As `Runs.steps`."""
+        return engine.steps(requests)
 
     @property
     def dim(self) -> int:

@@ -57,20 +57,24 @@ class _Prompts:
         ids = np.concatenate((request.prompt_ids, np.array(request.choices[number].token_ids, np.int32)))
         return replace(request, prompt_ids=ids, sample_index=number, choices=())
 
+    def scored(self, completion: Completion) -> Completion | None:
+        """The completion of a row, with that of its last choice; None before. One without choices has its own."""
+        row = self.rows.get(completion.row_index)
+        if row is None:
+            return completion
+        row.scores[completion.sample_index] = completion
+        if len(row.scores) < len(row.request.choices):
+            return None
+        del self.rows[completion.row_index]
+        return _completion(row)
 
-def run_with_choices(engine: Runs, requests: RequestStream) -> Generator[Completion]:
-    """As `engine.run`, for requests that may have choices; the engine gets a prompt for each choice instead."""
+
+def steps_with_choices(engine: Runs, requests: RequestStream) -> Generator[list[Completion]]:
+    """As `engine.steps`, for requests that may have choices; the engine gets a prompt for each choice instead."""
     prompts = _Prompts(requests)
-    with closing(engine.run(prompts)) as completions:
-        for completion in completions:
-            row = prompts.rows.get(completion.row_index)
-            if row is None:
-                yield completion
-                continue
-            row.scores[completion.sample_index] = completion
-            if len(row.scores) == len(row.request.choices):
-                del prompts.rows[completion.row_index]
-                yield _completion(row)
+    with closing(engine.steps(prompts)) as steps:
+        for step in steps:
+            yield [done for completion in step if (done := prompts.scored(completion)) is not None]
 
 
 def _completion(row: _Row) -> Completion:

@@ -11,7 +11,7 @@ from batchspec.errors import BadRow, ConfigError
 from batchspec.records import Choice, Completion, Ids
 from batchspec.request_stream import RequestStream
 from batchspec.tasks.base import Cells, Reads, Runs, Task, TaskRows
-from batchspec.tasks.choices import run_with_choices
+from batchspec.tasks.choices import steps_with_choices
 
 if TYPE_CHECKING:
     from batchspec.text.thinking import ThinkTokens
@@ -141,8 +141,8 @@ class Choose(Task):
     def identity(self, config: RunConfig) -> dict[str, Any]:
         return {"decode.choice": config.decode.choice}
 
-    def run(self, engine: Runs, requests: RequestStream) -> Generator[Completion]:
-        return run_with_choices(engine, requests)
+    def steps(self, engine: Runs, requests: RequestStream) -> Generator[list[Completion]]:
+        return steps_with_choices(engine, requests)
 
     def about(self, decode: Mapping[str, Any]) -> str:
         norm = decode.get("choice_norm", "none")

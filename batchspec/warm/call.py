@@ -83,12 +83,12 @@ class Call:
         """
         if requests is None:
             requests = self.feed(engine.batch.num_slots).requests
-        running = engine.run(_CallRequests(self, requests), self.check)
-        with OutOfMemoryGuard() as guard, closing(running) as completions:
-            for completion in completions:
-                self.num_unfinished -= 1
+        running = engine.steps(_CallRequests(self, requests), self.check)
+        with OutOfMemoryGuard() as guard, closing(running) as steps:
+            for step in steps:
+                self.num_unfinished -= len(step)
                 yield from self._bad_rows()
-                yield self.work.checked(completion)
+                yield from map(self.work.checked, step)
         if guard.message:
             raise CapacityError(
                 f"out of memory with {engine.batch.num_slots} slots ({guard.message}); make an engine with a lower "

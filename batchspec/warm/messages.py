@@ -23,7 +23,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class GoOn(msgspec.Struct, frozen=True, tag=True):
-    """Decode until at least one row has ended, or the run has."""
+    """Decode until at least one row has ended, or none is left to decode at present."""
 
 
 class Given(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +69,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Completions of rows that have ended since the last GoOn."""
+    """Completions of rows that have ended since the last GoOn; none, if no row came that can be decoded."""
 
     completions: Sequence[Completion]
     totals: EngineTotals

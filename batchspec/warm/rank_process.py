@@ -121,13 +121,14 @@ class Leader:
     def _run(self) -> None:
         requests = _GivenRequests(self._ask, vocabulary_of(self._loaded.job))
         try:
-            with closing(self._loaded.steps(requests, self._look)) as steps:
+            # without the job, whose rows the engine's process has admitted
+            with closing(LoadedEngine(self._loaded.engine).steps(requests, self._look)) as steps:
                 while True:
                     message = self._receive()
                     if isinstance(message, Stop):
                         raise GivenUp
                     assert isinstance(message, GoOn), message
-                    done = next((done for done in steps if done), None)
+                    done = next((done for done in steps if done or not self._loaded.engine.slots.num_live), None)
                     self._send(Ended(done or (), self._totals, over=done is None))
                     if done is None:
                         return

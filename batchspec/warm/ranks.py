@@ -85,8 +85,9 @@ class EngineOfRanks:
             self.close()
             raise
 
-    def run(self, requests: RequestStream) -> Generator[Completion]:
-        """As `Engine.run` of `engine/loop/engine.py`. Raises RankLost if a rank has ended or hangs; the engine has ended then."""
+    def steps(self, requests: RequestStream) -> Generator[list[Completion]]:
+        """As `Engine.steps` of `engine/loop/engine.py`. Raises RankLost if a rank has ended or hangs; the engine has ended
+        then."""
         self._send(Run())
         runs, self._automata = True, {}
         self._prefetched.clear()
@@ -95,7 +96,7 @@ class EngineOfRanks:
                 self._send(GoOn())
                 ended = self._answer(Ended, requests)
                 runs = not ended.over
-                yield from ended.completions
+                yield [*ended.completions]
         finally:
             if runs and not self._lost and self._own.is_this():
                 self._give_up()

@@ -50,16 +50,17 @@ def test_rows_that_no_job_has_admitted_are_decoded_alike() -> None:
     assert [ids_of(done) for done in bare] == [ids_of(done) for done in of_job]
 
 
-def test_the_steps_of_a_leader_report_rounds_and_teach_its_job_nothing() -> None:
-    """The process whose requests it decodes learns."""
+@pytest.mark.parametrize("of_job", [True, False])
+def test_steps_report_rounds_and_teach_the_job_that_admitted_the_rows(of_job: bool) -> None:
+    """A leader of ranks has no such job: the process whose requests it decodes learns."""
     seen, rounds = list[Completion](), list[int]()
-    one = loaded(seen)
+    one = loaded(seen) if of_job else LoadedEngine(loaded(seen).engine)
     steps = list(one.steps(requests(), lambda totals: rounds.append(totals.rounds)))
     assert sorted(done.row_index for step in steps for done in step) == [0, 1, 2, 3]
     assert len(steps) > 4, "of most steps none ends a row"
     assert rounds
     assert one.engine.on_round is None
-    assert seen == []
+    assert seen == ([done for step in steps for done in step] if of_job else [])
 
 
 @pytest.mark.parametrize("how", ["to its end", "left half-way", "given up by the report"])

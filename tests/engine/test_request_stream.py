@@ -342,3 +342,18 @@ def test_only_as_many_requests_are_prepared_ahead_as_the_next_refills_need() -> 
     assert len(list(engine.run(iter(asked)))) == 200
     ended = 40  # at most so many have ended and are not handed out yet
     assert TAKEN_AHEAD <= max(counts) <= TAKEN_AHEAD + ended
+
+
+def test_requests_that_end_as_they_arrive_are_completed_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests may be such ones: their completions leave with each step."""
+    monkeypatch.setattr("batchspec.engine.slots.waiting.MOST_LEFT_OUT", 3)
+    arrived = list[int]()
+
+    def arrive(one: Request) -> None:
+        arrived.append(one.row_index)
+
+    queue = queue_of(ListedRequests([request(row, [1], cap=2) for row in range(7)]), arrive)
+    for count in (3, 6, 7):
+        assert queue.peek() is None
+        assert len(arrived) == count
+    assert queue.is_exhausted()

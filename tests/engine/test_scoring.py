@@ -24,7 +24,7 @@ from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
 from batchspec.model.target import Target
 from batchspec.records import Choice, Completion, Request
 from batchspec.request_stream import ListedRequests
-from batchspec.tasks.choices import run_with_choices
+from batchspec.tasks.choices import steps_with_choices
 from tests.helpers.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_spec, tiny_target
 from tests.helpers.ranks import on_ranks, part_of, whole_of
 from tests.helpers.recurrent import recurrent_target
@@ -139,7 +139,7 @@ def test_choices_after_a_prompt_that_ends_at_the_border_of_a_page_or_next_to_it(
     target, prompt = TARGETS[kind](), [(3 * i * i + i) % VOCAB for i in range(64 + more)]
     choices = tuple(Choice(text=str(number), token_ids=ids) for number, ids in enumerate([(3,), (4, 5), (4, 6, 7), (8, 1)]))
     asked = [replace(one, choices=choices) for one in prompts_of(prompt, prompt[: 48 + more])]
-    done = list(run_with_choices(engine_of_chunks(target, 0), ListedRequests(asked)))
+    done = [one for step in steps_with_choices(engine_of_chunks(target, 0), ListedRequests(asked)) for one in step]
     assert len(done) == 2
     for one in done:
         assert one.prompt_ids is not None

@@ -150,3 +150,17 @@ def test_greedy_samples_of_a_row_are_computed_once(out: Path) -> None:
     found = rows_of(out)
     assert computed(found).count(False) == 12 - 3
     assert found.group_by("row_index", maintain_order=True).n_unique()["token_ids"].to_list() == [1, 1, 1, 1, 3]
+
+
+def test_a_stream_of_equal_rows_answers_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shards of those whose answer is known are committed meanwhile."""
+    monkeypatch.setattr("batchspec.packing.equal_rows.MOST_LEFT_OUT", 3)
+    answered: list[Completion] = []
+    stream = EqualRows(ListedRequests([request(row, [4, 7]) for row in range(8)]), answered.append)
+    first = stream.next_ready()
+    assert first is not None
+    stream.copies(done(first))
+    for count in (3, 6, 7):
+        assert stream.next_ready() is None
+        assert len(answered) == count
+    assert stream.ended

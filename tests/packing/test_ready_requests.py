@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,3 +121,15 @@ def test_every_row_is_handed_out_once_or_refused_in_any_order_of_compilation(
     assert sorted(one.row_index for one in refused) == bad
     assert sorted(one.row_index for one in found) == [index for index in range(len(texts)) if index not in bad]
     assert all((one.automaton is None) == (one.constraint is None) for one in found)
+
+
+def test_a_stream_of_refused_rows_answers_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shards of those that were refused are committed meanwhile."""
+    monkeypatch.setattr(ready_requests, "MOST_LEFT_OUT", 3)
+    compiles, refused = Compiles(), list[Completion]()
+    stream = ReadyRequests(rows(*["bad"] * 7, None, *["bad"] * 3), compiles, refused=refused.append, ahead=4)
+    compiles.begun["bad"] = Future()
+    compiles.finish("bad")
+    assert (stream.next_ready(), len(refused), stream.ended) == (None, 3, False)
+    assert numbers(answers_of(stream)) == [None, 7, None]
+    assert len(refused) == 10

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.records import Request
-from batchspec.request_stream import RequestStream, take_ready
+from batchspec.request_stream import MOST_LEFT_OUT, RequestStream, take_ready
 
 
 class WaitingRequests:
@@ -40,8 +40,9 @@ class WaitingRequests:
         queue = self._queue
         while len(queue) > passed and queue[passed].finish_reason is not None:  # it failed before it got a slot
             del queue[passed]
-        while len(queue) <= passed and (request := self._next()) is not None:
-            self._enqueue(request)
+        num_ended = 0  # as they arrived; their completions leave with the step
+        while len(queue) <= passed and num_ended < MOST_LEFT_OUT and (request := self._next()) is not None:
+            num_ended += not self._enqueue(request)
         return queue[passed] if len(queue) > passed else None
 
     def are_last(self, most: int) -> bool:
@@ -105,10 +106,12 @@ class WaitingRequests:
             self._drop_ended_stream()
         return request
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> bool:
+        """Whether it waits now; False: it has ended."""
         state = self._requests.arrive(request)
         if state is not None:
             self._queue.append(state)
+        return state is not None
 
     def _drop_ended_stream(self) -> None:
         if self._stream is not None and self._stream.ended:

@@ -44,7 +44,8 @@ class LoadedEngine(Generic[E_co]):
 
     def __init__(self, engine: E_co, job: Job | None = None) -> None:
         """
-        job  of a warm engine the one without rows: each call is a job of its own. None: no job has admitted the rows (bench)
+        job  of a warm engine the one without rows: each call is a job of its own. None: no job has admitted the rows (bench),
+             or that of another process has, which does the rest (the leader of ranks)
         """
         self.engine, self._job = engine, job
 
@@ -86,7 +87,15 @@ class LoadedEngine(Generic[E_co]):
         return self.engine.totals
 
     def run(self, requests: RequestStream | Iterable[Request], on_round: OnRound | None = None) -> Generator[Completion]:
-        """Compute requests as the job's task says; completions come in the order in which rows end.
+        """The completions of `steps`, in the order in which rows end."""
+        with closing(self.steps(requests, on_round)) as steps:
+            for step in steps:
+                yield from step
+
+    def steps(
+        self, requests: RequestStream | Iterable[Request], on_round: OnRound | None = None
+    ) -> Generator[list[Completion]]:
+        """Compute requests as the job's task says; yields the completions of each step, often none: see `Runs.steps`.
 
         The job learns from each how long outputs are, and predicts those of later rows by it.
 
@@ -94,19 +103,13 @@ class LoadedEngine(Generic[E_co]):
         """
         admission = None if self._job is None else self._job.admission
         stream = stream_of(requests)
-        running = self.engine.run(stream) if admission is None else admission.task.run(self.engine, stream)
-        with self._reports_to(on_round), closing(running) as completions:
-            for completion in completions:
+        running = self.engine.steps(stream) if admission is None else admission.task.steps(self.engine, stream)
+        with self._reports_to(on_round), closing(running) as steps:
+            for step in steps:
                 if admission is not None:
-                    admission.observe(completion)
-                yield completion
-
-    def steps(
-        self: LoadedEngine[Engine], requests: RequestStream | Iterable[Request], on_round: OnRound | None = None
-    ) -> Generator[list[Completion]]:
-        """As `Engine.steps`, for the leader of ranks: the process whose requests it has does the rest, and learns."""
-        with self._reports_to(on_round), closing(self.engine.steps(requests)) as steps:
-            yield from steps
+                    for completion in step:
+                        admission.observe(completion)
+                yield step
 
     @contextmanager
     def _reports_to(self, on_round: OnRound | None) -> Iterator[None]:

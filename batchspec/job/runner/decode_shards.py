@@ -56,13 +56,15 @@ def decode_shards(
         compiling=job.admission.compiling,
         once=job.config.output.dedup,
     )
-    with closing(loaded.run(monitor.requests_in_time(feed), on_round=monitor.after_round)) as completions:
-        for completion in completions:
-            feed.add(completion)
-            monitor.finished(completion)
+    with closing(loaded.steps(monitor.requests_in_time(feed), on_round=monitor.after_round)) as steps:
+        for step in steps:
+            for completion in step:
+                feed.add(completion)
+                monitor.finished(completion)
+                if journal is not None:
+                    journal.add(completion)
             if journal is not None:
-                journal.add(completion)
                 journal.flush_every(JOURNAL_S)
-            yield from map(monitor.count_shard, feed.complete())
+            monitor.after_step()
+            yield from map(monitor.count_shard, feed.complete())  # also after a step that only read shards without a good row
     monitor.ended()
-    yield from map(monitor.count_shard, feed.complete())  # shards without any good row

@@ -104,6 +104,13 @@ class RunMonitor:
         self.deadline.observe(completion)
         self._interlude.finished(completion)
 
+    def after_step(self) -> None:
+        """The engine has ended a step. It may have read error rows alone, for hours, with no result of a round to report."""
+        self._beat()
+        self.deadline.check()
+        if self._claims is not None:
+            self._claims.renew()
+
     def after_round(self, totals: EngineTotals) -> None:
         """Report how much the engine's running totals have grown since the last round."""
         tokens, accepted, row_rounds = self._before
@@ -119,10 +126,7 @@ class RunMonitor:
             mean_output=self._tokens / self._rows,
             in_flight_tokens=max(0, totals.tokens - self._tokens_at_start - self._finished_tokens),
         )
-        self._beat()
-        self.deadline.check()
-        if self._claims is not None:
-            self._claims.renew()
+        self.after_step()
         if self._timeline is not None:
             self._timeline.observe(totals, exhausted=self._feed is not None and self._feed.requests.ended)
         self._interlude.after_round(totals, self.deadline.leaves)

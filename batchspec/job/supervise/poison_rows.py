@@ -139,6 +139,7 @@ class SuspectShards:
         self._begin(shard, retry)
         entries = [entry for row in retry.rows for entry in self._planned(shard, row)]
         requests = [entry for entry in entries if isinstance(entry, Request)]
+        self._on_round(self._engine.totals)  # a retry of error rows alone has no round
         yield from (entry for entry in entries if not isinstance(entry, Request))
         on_round = self._saving_checkpoints(entries) if retry.isolated else self._on_round
         with closing(self._loaded.run(requests, on_round)) as completions:
