@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from batchspec.images import pdf
 from batchspec.images.decode import decode
 from batchspec.images.header import MOST_PIXELS, BadImage
 from batchspec.images.pdf import DPI, BadPdf, header_of, identity_of, render, sizes_of
@@ -140,3 +142,36 @@ def test_pages_differ_by_file_and_number(tmp_path: Path) -> None:
     assert len({identity_of(page_of(path, number)) for number in (1, 2, 258)}) == 3
     with pytest.raises(BadImage, match="it is a PDF; name the file in"):
         decode(path.read_bytes(), Fit(20, 20))
+
+
+def test_a_document_stays_open_while_its_pages_are_rendered_and_its_file_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file of the same name, size and time is opened anew, and so is a document after MOST_RENDERED pages."""
+    red, blue = Page(colour=RED), Page(colour=BLUE)
+    opened, load = list[str](), pdf._load
+
+    def loaded(path: str, *more: Any) -> Any:
+        opened.append(path)
+        return load(path, *more)
+
+    monkeypatch.setattr(pdf, "_load", loaded)
+    monkeypatch.setattr(pdf, "MOST_RENDERED", 4)
+    path = written(tmp_path, red, blue)
+    colours = [render(page_of(path, number), 4, 4)[0, 0].tolist() for number in (1, 2, 1)]
+    assert colours == [[255, 0, 0], [0, 0, 255], [255, 0, 0]]
+    assert len(opened) == 1
+    before = path.stat()
+    path.unlink()
+    other = written(tmp_path, blue, red)
+    os.utime(other, ns=(before.st_mtime_ns, before.st_mtime_ns))
+    assert (other, other.stat().st_size) == (path, before.st_size)
+    assert render(page_of(path), 4, 4)[0, 0].tolist() == [0, 0, 255]
+    assert len(opened) == 2
+    for _ in range(4):
+        render(page_of(path), 4, 4)
+    assert len(opened) == 3
+    with pytest.raises(BadImage):
+        render(page_of(path, 9), 4, 4)
+    render(page_of(path), 4, 4)
+    assert len(opened) == 4, "an error closes it"

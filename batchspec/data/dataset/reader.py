@@ -137,6 +137,8 @@ def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
     if output_dir is not None:
         check_apart(entries, output_dir)
     found, drop = find_files(entries, config.config_name, config.split), config.drop
+    # All files, whatever input.limit: the job's manifest names each, so that a resumed or extended job can say which one is
+    # missing or has changed, and tell that from another limit.
     with closing(ListPages()) as pages:
         return source_of(open_files(found, lambda name, place, share: _open(name, place, share, drop, pages)), config.limit)
 
