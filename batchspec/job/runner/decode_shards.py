@@ -65,6 +65,7 @@ def decode_shards(
                     journal.add(completion)
             if journal is not None:
                 journal.flush_every(JOURNAL_S)
-            monitor.after_step()
+            if not step:
+                monitor.after_step()
             yield from map(monitor.count_shard, feed.complete())  # also after a step that only read shards without a good row
     monitor.ended()

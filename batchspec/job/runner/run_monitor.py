@@ -105,7 +105,7 @@ class RunMonitor:
         self._interlude.finished(completion)
 
     def after_step(self) -> None:
-        """The engine has ended a step. It may have read error rows alone, for hours, with no result of a round to report."""
+        """The engine has ended a step in which no row ended. It may read error rows alone, for hours, without a round."""
         self._beat()
         self.deadline.check()
         if self._claims is not None:
