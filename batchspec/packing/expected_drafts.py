@@ -49,12 +49,19 @@ def accepted_of_few(assumed: float, count: int) -> float:
     return _sum_of_powers(_rate(assumed, ASSUMED_OF), min(count, ASSUMED_OF))
 
 
-def _sum_of_powers(rate: float, count: int) -> float:
-    return sum(rate**power for power in range(1, count + 1))
+def accepted_of_most(accepted: float, drafted: float, most: int) -> float:
+    """Accepted drafts of a row in a round that verifies `most`, if rounds accept `accepted` of `drafted` on average."""
+    return 0.0 if drafted <= 0 else _sum_of_powers(_rate(accepted, drafted), most)
+
+
+def _sum_of_powers(rate: float, count: float) -> float:
+    """r + r^2 + ... + r^count; a count between two numbers, a mean, brings a share of the last power."""
+    whole = int(count)
+    return sum(rate**power for power in range(1, whole + 1)) + (count - whole) * rate ** (whole + 1)
 
 
 @cache
-def _rate(accepted: float, count: int) -> float:
+def _rate(accepted: float, count: float) -> float:
     """r with r + r^2 + ... + r^count = accepted, between 0 and 1."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):

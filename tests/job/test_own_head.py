@@ -18,6 +18,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from batchspec import cli, run
 from batchspec.config.compose import compose
@@ -32,7 +33,9 @@ from batchspec.job.load.build import load_engine
 from batchspec.job.prepare import open_job, survey_first
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.stats import job_stats
-from batchspec.job.runner.head import forecast, own_head, planned, process, store
+from batchspec.job.report.trained_head import Phase
+from batchspec.job.runner.head import forecast, lost_time, own_head, planned, process, store
+from batchspec.job.runner.head.lost_time import LostTime
 from batchspec.job.runner.head.own_head import OwnHead
 from batchspec.job.runner.head.process import TrainingFailed, TrainingStopped, settings, words_of
 from batchspec.job.runner.head.store import HeadRecord, StoredHead, stored_head
@@ -156,7 +159,8 @@ def test_the_job_goes_on_with_the_head_that_it_trained(
     assert found["before"]["tokens"] >= TOKENS
     assert found["after"]["tokens"] > TOKENS
     assert found["before"]["tokens"] + found["after"]["tokens"] <= sum(len(ids) for *_, ids in rows_of(out))
-    assert found["trained_s"] > 0
+    assert found["idle_s"] > 0
+    assert found["dropped"] == 0
     said = "tok/s with the trained head"
     assert said in capsys.readouterr().err
     assert cli.main(["stats", str(out)]) == 0
@@ -317,6 +321,116 @@ def test_a_job_whose_memory_runs_out_again_does_without_its_head(
     assert "its head cannot be used: out of memory with 4 slots" in said
     check_same(lab, tmp_path / "later")
     assert "lookup" in drafters(tmp_path / "later")
+
+
+def spoil(heads: Path) -> None:
+    """The head in the store drafts what its model never says, and its record says that all its drafts are accepted."""
+    (weights,) = heads.glob("*/head-*/model.safetensors")
+    tensors = load_file(weights)
+    rng = torch.Generator().manual_seed(3)
+    for name in ("fc.weight", "lm_head.weight"):
+        tensors[name] = torch.randn(tensors[name].shape, generator=rng, dtype=tensors[name].dtype)
+    save_file(tensors, weights)
+    (record,) = heads.glob("*/record.json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "accepted": 2.9}))
+
+
+def test_a_head_whose_drafts_are_no_longer_accepted_is_let_go(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its memory is freed, rows go on where they were, and the speed of both parts is told. The store keeps it for others."""
+    heads, out, change = tmp_path / "heads", tmp_path / "out", EngineWithFallback.change
+    assert run.main(trained(lab, tmp_path / "first", heads)) == 0
+    spoil(heads)
+    kept, weights = record_in(heads), list[weakref.ref[Any]]()
+    found = OwnHead._prospect
+
+    def prospect(self: OwnHead, *args: Any, **named: Any) -> Any:
+        if self.uses_head and not weights:
+            drafter: Any = engines_of[-1].current.drafter
+            weights.append(weakref.ref(drafter.head))
+        return found(self, *args, **named)
+
+    engines_of = list[EngineWithFallback]()
+    whole = EngineWithFallback.__init__
+
+    def made(self: EngineWithFallback, *args: Any, **named: Any) -> None:
+        whole(self, *args, **named)
+        engines_of.append(self)
+
+    def changed(self: EngineWithFallback, *args: Any) -> None:
+        assert [head() for head in weights] == [None], "it is freed before the model is loaded again"
+        change(self, *args)
+
+    pays.setattr(EngineWithFallback, "__init__", made)
+    pays.setattr(EngineWithFallback, "change", changed)
+    pays.setattr(OwnHead, "_prospect", prospect)
+    pays.setattr(own_head, "RELOAD_S", 1e-6)
+    pays.setattr(lost_time, "WINDOW_S", 0.0)
+    pays.setattr(lost_time, "WINDOW_ROUNDS", 200)
+    capsys.readouterr()
+    with drawing():
+        assert run.main(trained(lab, out, heads, "output.shard_rows=16")) == 0
+    said = capsys.readouterr().err
+    assert said.count("draft=trained: its head has lost about") == 1
+    assert "drafts were accepted a round, without it 0.80; the job goes on with draft=lookup" in said
+    check_same(lab, out)
+    assert drafters(out) == {"lookup", "eagle3"}
+    told = log_of(out)
+    assert told["dropped"] == 1
+    assert told["idle_s"] > 0
+    assert 200 <= told["after"]["row_rounds"] < 400
+    assert told["after"]["drafted"] > 2 * told["after"]["row_rounds"]
+    assert told["before"]["tokens"] > told["after"]["tokens"]
+    assert record_in(heads) == kept
+    assert cli.main(["stats", str(out)]) == 0
+    line = "1 run let it go, because it lost time"
+    assert line in capsys.readouterr().out
+    assert line in (out / "report.html").read_text()
+
+
+def found_of(without_s: float, with_s: float) -> forecast.Prospect:
+    return forecast.Prospect(without_s=without_s, with_s=with_s, before=0.8, accepted=0.1)
+
+
+@pytest.mark.parametrize("share", [0.98, 0.9, 0.5])
+def test_a_head_that_loses_costs_little_more_than_two_loads(share: float) -> None:
+    """share: of the time that the drafter before it would take. For four hours it saves a third before, which counts no later."""
+    lost, phase, good_s = LostTime(), Phase(), 4 * 3600
+    while lost.seconds < forecast.RELOAD_S:
+        phase.add(Phase(seconds=1.0, row_rounds=2000))
+        assert phase.seconds < 2 * good_s
+        if (window := lost.window(phase)) is not None:
+            pays = phase.seconds <= good_s
+            lost.add(window.seconds, found_of(1.5 if pays else share, 1.0))
+            assert not (pays and lost.seconds)
+    cost_s = (phase.seconds - good_s) * (1 - share)
+    assert cost_s <= forecast.RELOAD_S + lost_time.WINDOW_S
+
+
+def test_a_head_that_pays_on_the_whole_stays() -> None:
+    lost, phase = LostTime(), Phase()
+    for minute in range(24 * 60):
+        phase.add(Phase(seconds=60.0, row_rounds=10_000))
+        window = lost.window(phase)
+        assert window == Phase(seconds=60.0, row_rounds=10_000)
+        lost.add(window.seconds, found_of(0.9 if minute % 4 else 1.4, 1.0))
+        assert lost.seconds < forecast.RELOAD_S
+
+
+def test_a_window_needs_time_and_rounds() -> None:
+    for phase in (Phase(seconds=1e6, row_rounds=4095), Phase(seconds=29.0, row_rounds=10**9)):
+        assert LostTime().window(phase) is None
+
+
+def test_the_acceptance_of_a_head_does_not_depend_on_the_drafts_that_rounds_chose() -> None:
+    """Rounds that verify 1 or 2 of 5 drafts, each of which is accepted by half of the rows, and none where none was drafted."""
+    rate = sum(0.5**k for k in range(1, 6))
+    for accepted, drafted in ((0.5, 1), (0.75, 2), (0.625, 1.5)):
+        phase = Phase(row_rounds=10_000, accepted=int(10_000 * accepted), drafted=int(10_000 * drafted))
+        assert phase.accepted_of(5) == pytest.approx(rate, abs=1e-3)
+    assert Phase(row_rounds=10_000).accepted_of(5) == 0.0
+    assert Phase().accepted_of(5) == 0.0
 
 
 def test_two_runs_share_one_training(lab: Path, tmp_path: Path) -> None:
@@ -742,9 +856,9 @@ def test_statistics_add_up_what_runs_measured(lab: Path, tmp_path: Path, pays: p
     assert once is not None
     (path,) = (out / "_batchspec" / "logs").glob("run-*[0-9a-f].json")
     path.with_name(f"run-{'0' * 32}.json").write_text(path.read_text())
-    (out / "_batchspec" / "logs" / f"run-{'1' * 32}.json").write_text('{"trained_head": {"trained_s": 1}}')
+    (out / "_batchspec" / "logs" / f"run-{'1' * 32}.json").write_text('{"trained_head": {"idle_s": 1}}')
     twice = job_stats(out).trained_head
     assert twice is not None
     assert twice.after.tokens == 2 * once.after.tokens
     assert twice.after.tok_s == pytest.approx(once.after.tok_s)
-    assert twice.trained_s == 2 * once.trained_s
+    assert twice.idle_s == 2 * once.idle_s

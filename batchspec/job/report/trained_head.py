@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from batchspec.console.text import duration
+from batchspec.console.text import counted, duration
+from batchspec.packing.expected_drafts import accepted_of_most
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,12 +19,18 @@ class Phase:
     tokens: int = 0
     row_rounds: int = 0
     """Rounds, summed over the rows of each."""
+    drafted: int = 0
     accepted: int = 0
 
     @property
     def mean_accepted(self) -> float:
         """Accepted drafts of a row and round."""
         return self.accepted / max(1, self.row_rounds)
+
+    def accepted_of(self, most: int) -> float:
+        """Accepted drafts of a row in a round that verifies `most`, of a drafter that always drafts as many as are verified."""
+        rounds = max(1, self.row_rounds)
+        return accepted_of_most(self.accepted / rounds, self.drafted / rounds, most)
 
     @property
     def tok_s(self) -> float:
@@ -33,21 +40,29 @@ class Phase:
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
+    def since(self, earlier: Phase) -> Phase:
+        """What was added since `earlier`."""
+        return Phase(**{item.name: getattr(self, item.name) - getattr(earlier, item.name) for item in fields(self)})
+
 
 @dataclass(slots=True, kw_only=True)
 class TrainedHead:
     """The part of a run, or of all runs of a job."""
 
-    trained_s: float = 0.0
-    """Seconds in which nothing was decoded, because the head was trained."""
+    idle_s: float = 0.0
+    """Seconds in which nothing was decoded, because the head was trained and engines were loaded."""
+    dropped: int = 0
+    """Runs that let the head go, because it lost time."""
     before: Phase = field(default_factory=Phase)
     after: Phase = field(default_factory=Phase)
-    """With the drafter before the head, and with the head."""
+    """Without the head, before it and since a run let it go; with the head."""
 
     def line(self) -> str:
         """One line; empty if the head has drafted nothing."""
         before, after = self.before, self.after
-        cost = f"; its training took {duration(self.trained_s)}" if self.trained_s else ""
+        cost = f"; training and loading took {duration(self.idle_s)}" if self.idle_s else ""
+        if self.dropped:
+            cost += f"; {counted(self.dropped, 'run')} let it go, because it lost time"
         if not after.tokens:
             return ""
         said = f"{1 + after.mean_accepted:.2f} tokens a round and {after.tok_s:,.0f} tok/s with the trained head"
@@ -55,7 +70,7 @@ class TrainedHead:
             return f"{said}{cost}"
         saved_s = after.tokens / before.tok_s - after.seconds
         return (
-            f"{said}, {1 + before.mean_accepted:.2f} and {before.tok_s:,.0f} before it: decoding took {duration(abs(saved_s))} "
+            f"{said}, {1 + before.mean_accepted:.2f} and {before.tok_s:,.0f} without: decoding took {duration(abs(saved_s))} "
             f"{'less' if saved_s >= 0 else 'more'} than at that speed{cost}"
         )
 
@@ -70,10 +85,12 @@ def trained_head_of(logs: Iterable[str]) -> TrainedHead | None:
         try:
             found = json.loads(log)["trained_head"]
             run = TrainedHead(
-                trained_s=float(found["trained_s"]), before=Phase(**found["before"]), after=Phase(**found["after"])
+                idle_s=float(found["idle_s"]), dropped=int(found["dropped"]), before=Phase(**found["before"]),
+                after=Phase(**found["after"]),
             )
             total = total or TrainedHead()
-            total.trained_s += run.trained_s
+            total.idle_s += run.idle_s
+            total.dropped += run.dropped
             total.before.add(run.before)
             total.after.add(run.after)
         except (ValueError, TypeError, KeyError, AttributeError):  # damaged, or a run of another job

@@ -4,7 +4,8 @@ the store has a record      drafts with the head, or goes on without it, from th
 it has rows, no record      trains on them, from the last checkpoint on, unless another run holds the claim
 it has nothing              gathers answers, takes the claim and trains; another run has it: decodes on, and looks again
 
-Tokens do not depend on any of this. A training or a head that does not pay, or fails, leaves the job as it is.
+Tokens do not depend on any of this. A training or a head that does not pay, or fails, leaves the job as it is. A head in use is
+judged again and again by what the job's rounds accept with it, and let go once it has lost as much time as that costs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, CheckpointError, ConfigError, StorageError
 from batchspec.job.prepare import Job
 from batchspec.job.report.progress_bar import ProgressBar
-from batchspec.job.report.trained_head import TrainedHead
+from batchspec.job.report.trained_head import Phase, TrainedHead
 from batchspec.job.runner.head import process
 from batchspec.job.runner.head.forecast import RELOAD_S, Prospect, batches_of, prospect, training_s, with_own_head
+from batchspec.job.runner.head.lost_time import LostTime
 from batchspec.job.runner.head.process import LONGEST, TakenOver, TrainingFailed, TrainingStopped, folder_of, settings
 from batchspec.job.runner.head.store import CLAIM, LOG, HeadRecord, stored_head
 from batchspec.job.runner.identity import job_fingerprint
@@ -67,7 +69,8 @@ class OwnHead(Interlude):
         self._num_tokens, self._look_at, self._is_open = 0, 0.0, True
         self._part = TrainedHead()
         self._phase = self._part.before
-        self._last: tuple[float, int, int, int] | None = None
+        self._last: Phase | None = None
+        self._lost, self._before = LostTime(), self._measured()
         for completion in saved.completions.values():
             self.finished(completion)
         try:
@@ -106,7 +109,9 @@ class OwnHead(Interlude):
 
     def after_round(self, totals: EngineTotals, has_time: Callable[[float], bool]) -> None:
         self._measure(totals)
-        if self._is_open and time.monotonic() >= self._look_at:
+        if self.uses_head:
+            self._watch()
+        elif self._is_open and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_S
             try:
                 self.due = self._looks(has_time)
@@ -114,14 +119,28 @@ class OwnHead(Interlude):
                 self._give_up(f"its store cannot be used: {error}")
 
     def _measure(self, totals: EngineTotals) -> None:
-        now, phase = time.monotonic(), self._phase
+        now = Phase(
+            seconds=time.monotonic(), tokens=totals.tokens, row_rounds=totals.row_rounds, drafted=totals.drafted,
+            accepted=totals.accepted,
+        )
         if self._last is not None:
-            then, tokens, row_rounds, accepted = self._last
-            phase.seconds += now - then
-            phase.tokens += totals.tokens - tokens
-            phase.row_rounds += totals.row_rounds - row_rounds
-            phase.accepted += totals.accepted - accepted
-        self._last = (now, totals.tokens, totals.row_rounds, totals.accepted)
+            self._phase.add(now.since(self._last))
+        self._last = now
+
+    def _watch(self) -> None:
+        """Let the head go if it has lost as much time as that takes, and would lose more."""
+        window = self._lost.window(self._part.after)
+        if window is None:
+            return
+        most = self.job.drafter.shape.num_verified
+        found = self._prospect(self._before, window.accepted_of(most), cost_s=0.0)
+        self._lost.add(window.seconds, found)
+        if self._lost.seconds >= RELOAD_S and found.without_s + RELOAD_S < found.with_s:
+            self._part.dropped, self.due = 1, True
+            self._give_up(
+                f"its head has lost about {duration(self._lost.seconds)}: lately {found.accepted:.2f} drafts were accepted a "
+                f"round, without it {found.before:.2f}"
+            )
 
     def _looks(self, has_time: Callable[[float], bool]) -> bool:
         """Whether the pass is to end: to train, or to draft with the head that the store has."""
@@ -178,6 +197,7 @@ class OwnHead(Interlude):
         before = self._measured()
         if before is None and record.drafter == self._plain.config.draft.name:
             before = record.before
+        self._before = before
         try:
             found = self._prospect(before, record.accepted, cost_s=cost_s)
             job = with_own_head(self._plain, str(path))
@@ -202,10 +222,10 @@ class OwnHead(Interlude):
         self._progress.phase(f"draft=trained: {why}; the job goes on with draft={self._plain.config.draft.name}")
 
     def run(self, engines: EngineWithFallback, asked: Callable[[], str | None]) -> None:
-        self.due = False
+        self.due, began = False, time.monotonic()
         engines.unload()
         try:
-            if not self.uses_head:
+            if CLAIM in self._claims.own:
                 self._train(asked)
         except TakenOver:
             self._is_open = True
@@ -214,6 +234,7 @@ class OwnHead(Interlude):
         except StorageError as error:
             self._give_up(f"its store cannot be used: {error}")
         engines.change(self.as_now)
+        self._part.idle_s += round(time.monotonic() - began, 1)
         self._set_phase()
 
     def as_now(self, job: Job) -> Job:
@@ -263,8 +284,7 @@ class OwnHead(Interlude):
                 record = replace(record, accepted=found[0], draft_len=found[1])
             except TrainingFailed as error:
                 record = replace(record, failed=str(error))
-            self._part.trained_s = round(time.monotonic() - began, 1)
-            stored.put_record(replace(record, seconds=self._part.trained_s))
+            stored.put_record(replace(record, seconds=round(time.monotonic() - began, 1)))
             stored.drop_rows()
         finally:
             with suppress(StorageError):  # of another error that is the one to report; the claim becomes stale by itself
