@@ -34,7 +34,7 @@ from batchspec.job.prepare import open_job, survey_first
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.stats import job_stats
 from batchspec.job.report.trained_head import Phase
-from batchspec.job.runner.head import forecast, lost_time, own_head, planned, process, store
+from batchspec.job.runner.head import abandoned, forecast, lost_time, own_head, planned, process, store
 from batchspec.job.runner.head.lost_time import LostTime
 from batchspec.job.runner.head.own_head import OwnHead
 from batchspec.job.runner.head.process import TrainingFailed, TrainingStopped, settings, words_of
@@ -592,6 +592,83 @@ def test_a_run_killed_at_any_moment_is_resumed(lab: Path, tmp_path: Path, patch:
     assert record_in(heads).failed == ""
     (log,) = heads.glob("*/train.log")
     assert log.read_text().count("trained\n") == 1 + (patch is killed_before_the_record)
+
+
+def other_place(lab: Path, folder: Path, patch: Callable[[], None]) -> Path:
+    """That of another model, whose job was killed in a process of its own."""
+    other = make_checkpoint(
+        folder / "model", "llama", vocab=96, hidden_size=32, intermediate_size=48, dtype=torch.float64, num_hidden_layers=1,
+        seed=2,
+    )
+    command = [*trained(lab, folder / "other", folder / "heads"), f"model.path={other}"]
+    first = start_apart(command, folder / "log", patch)
+    first.join(120)
+    assert first.exitcode == -signal.SIGKILL, (folder / "log").read_text()
+    return stored_head(open_job(compose(command))).path
+
+
+def make_old(place: Path, *names: str) -> None:
+    """No file of it has changed for a month, but those with these names."""
+    for path in place.rglob("*"):
+        os.utime(path, (time.time() - (0.0 if path.name in names else abandoned.AGE_S + 60),) * 2)
+
+
+def left_in(place: Path) -> set[str]:
+    return {re.sub("-.*", "", path.name) for path in place.iterdir()} - {"_batchspec", "train.log"}
+
+
+def test_what_a_killed_job_has_left_is_deleted_when_it_is_old_and_nobody_has_it(lab: Path, tmp_path: Path) -> None:
+    """The next training of any model does so. It takes the claim of the run that was killed, here one of another machine."""
+    place = other_place(lab, tmp_path, killed_before_the_record)
+    own, foreign = tmp_path / "heads" / f"eagle3-{'a' * 24}", tmp_path / "heads" / "eagle3-mine"
+    for folder in (own, foreign):
+        folder.mkdir()
+        (folder / "rows.parquet").write_bytes(b"")
+        make_old(folder)
+    (claim,) = (place / claims.FOLDER).iterdir()
+    claim.write_text(json.dumps({**json.loads(claim.read_text()), "host": "elsewhere"}))
+
+    def left_after(*young: str) -> set[str]:
+        make_old(place, *young)
+        abandoned.drop_abandoned(own, "f" * 32)
+        return left_in(place)
+
+    held = claim.read_bytes()
+    assert left_after("checkpoint.pt", "training.json") == {"rows.parquet", "head"}
+    assert left_after(claim.name) == {"rows.parquet", "head"}, "its run renews it"
+    assert claim.read_bytes() == held
+    (place / "record.json").write_text("")
+    assert left_after() == {"rows.parquet", "head", "record.json"}, "a head is kept"
+    (place / "record.json").unlink()
+    assert left_after() == set()
+    assert json.loads(claim.read_text()) == {"owner": ""}
+    assert left_in(own) == left_in(foreign) == {"rows.parquet"}
+
+
+def test_a_training_deletes_what_is_old_and_the_job_that_left_it_can_go_on(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch
+) -> None:
+    place = other_place(lab, tmp_path, killed_before_the_record)
+    make_old(place)
+    assert run.main(trained(lab, tmp_path / "out", tmp_path / "heads")) == 0
+    assert left_in(place) == set()
+    assert run.main([*trained(lab, tmp_path / "other", tmp_path / "heads"), f"model.path={tmp_path / 'model'}"]) == 0
+    assert left_in(place) == {"head", "record.json"}
+    assert "eagle3" in drafters(tmp_path / "other")
+
+
+def test_a_training_of_other_settings_leaves_nothing_once_a_head_is_there(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch
+) -> None:
+    heads = tmp_path / "heads"
+    command = [word.replace("new_tokens=24", "new_tokens=23") for word in trained(lab, tmp_path / "other", heads)]
+    first = start_apart(command, tmp_path / "log", killed_before_the_record)
+    first.join(120)
+    assert first.exitcode == -signal.SIGKILL, (tmp_path / "log").read_text()
+    (left,) = heads.glob("*/head-*")
+    assert run.main(trained(lab, tmp_path / "out", heads)) == 0
+    assert {path.name for path in heads.glob("*/head-*")} == {record_in(heads).head}
+    assert not left.exists()
 
 
 def children_of(pid: int) -> list[int]:

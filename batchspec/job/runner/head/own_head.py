@@ -27,6 +27,7 @@ from batchspec.job.prepare import Job
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.trained_head import Phase, TrainedHead
 from batchspec.job.runner.head import process
+from batchspec.job.runner.head.abandoned import drop_abandoned
 from batchspec.job.runner.head.forecast import RELOAD_S, Prospect, batches_of, prospect, training_s, with_own_head
 from batchspec.job.runner.head.lost_time import LostTime
 from batchspec.job.runner.head.process import LONGEST, TakenOver, TrainingFailed, TrainingStopped, folder_of, settings
@@ -76,7 +77,7 @@ class OwnHead(Interlude):
         try:
             self._batches = batches_of(job, self._demand(), self._rates)
             if (record := self._stored.record()) is not None:
-                self._stored.drop_rows()  # of a run that was killed before it did
+                self._stored.drop_rest(record)  # of a run that was killed before it did
                 self._judge(record, cost_s=0.0)
             elif (mean := self._demand().prompt_tokens) > LONGEST:
                 self._give_up(f"a training reads {LONGEST:,} tokens of a row, and prompts have {mean:,.0f} on average")
@@ -260,6 +261,7 @@ class OwnHead(Interlude):
                 raise TakenOver
             return asked()
 
+        drop_abandoned(stored.path, self._runs.attempt)
         try:
             if not stored.has_rows(self._fingerprint):
                 if not self._has_enough:
@@ -285,7 +287,7 @@ class OwnHead(Interlude):
             except TrainingFailed as error:
                 record = replace(record, failed=str(error))
             stored.put_record(replace(record, seconds=round(time.monotonic() - began, 1)))
-            stored.drop_rows()
+            stored.drop_rest(record)
         finally:
             with suppress(StorageError):  # of another error that is the one to report; the claim becomes stale by itself
                 self._claims.release()

@@ -21,7 +21,7 @@ from batchspec.config.overrides import overrides_of
 from batchspec.errors import Interrupted, OneLine, StorageError
 from batchspec.job.prepare import Job
 from batchspec.job.runner.head.forecast import with_own_head
-from batchspec.job.runner.head.store import ROWS, STATE, StoredHead
+from batchspec.job.runner.head.store import HEADS, ROWS, STATE, StoredHead
 from batchspec.model.dtype import dtype_name
 from batchspec.process import load_progress
 from batchspec.process.child_process import python_command
@@ -88,7 +88,7 @@ def settings(job: Job, num_rows: int, longest: int) -> dict[str, Any]:
 def folder_of(keys: Mapping[str, Any], rows: str) -> str:
     """The name of the folder of a head with these settings, and answers with this digest: a training of others is not
     continued."""
-    return f"head-{sha256(json.dumps([keys, rows], sort_keys=True).encode()).hexdigest()[:12]}"
+    return f"{HEADS}{sha256(json.dumps([keys, rows], sort_keys=True).encode()).hexdigest()[:12]}"
 
 
 def words_of(keys: Mapping[str, Any], model: str, rows: Path, head: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """Heads that jobs have trained, in a local folder that jobs and the tasks of an array share.
 
 KIND-DIGEST/rows.parquet   the answers that a head learns from; of the first run that had enough. Deleted after the training
-KIND-DIGEST/head-DIGEST/   the folder of `batchspec train`; the digest is that of its settings and answers
+KIND-DIGEST/head-DIGEST/   the folder of `batchspec train`; the digest is that of its settings and answers. Those of
+                           other trainings are deleted once there is a record, or when nobody goes on with them (`abandoned.py`)
 KIND-DIGEST/train.log      what the last one printed
 KIND-DIGEST/record.json    written last: what became of the training. No other one begins while it is there
 KIND-DIGEST/_batchspec/    the claim of the run that trains
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -36,6 +38,8 @@ from batchspec.job.runner.identity import weight_parts
 from batchspec.records import Ids
 
 ROWS, RECORD, LOG, TRAINING, STATE = "rows.parquet", "record.json", "train.log", "training.json", "checkpoint.pt"
+HEADS = "head-"
+"""What names of heads' folders begin with."""
 TAIL_BYTES = 4096
 CLAIM = 0
 """Claims are by number, and there is one thing to claim."""
@@ -129,10 +133,13 @@ class StoredHead:
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
             return False
 
-    def drop_rows(self) -> None:
-        """Delete the answers, which nothing needs once there is a record. Raises StorageError."""
+    def drop_rest(self, record: HeadRecord) -> None:
+        """Delete what nothing needs once there is a record: the answers, and trainings that did not end. Raises StorageError."""
         with storing(f"deleting {self.path / ROWS}"):
             (self.path / ROWS).unlink(missing_ok=True)
+            for head in heads_in(self.path):
+                if head.name != record.head:
+                    shutil.rmtree(head)
 
     def put_rows(self, rows: Iterable[tuple[Ids, Ids]], job: str, drafter: str, before: float | None) -> None:
         """Write the answers of a job, (prompt, output) as token ids, in one step; only this user may read them. Raises
@@ -190,6 +197,11 @@ class StoredHead:
             return (float(last["mean_length"]) - 1.0, len(last["by_position"])) if record["complete"] is True else None
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             return None
+
+
+def heads_in(place: Path) -> list[Path]:
+    """The folders of heads in the place of a model, complete or not. Raises OSError."""
+    return [path for path in place.iterdir() if path.name.startswith(HEADS)]
 
 
 def stored_head(job: Job) -> StoredHead:
