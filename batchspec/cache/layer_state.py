@@ -30,6 +30,8 @@ class RowTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    temporary_bytes: int = 0
+    """Bytes that a round needs besides, for each row, while it computes from the entries."""
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +66,11 @@ class LayerState:
     def row_bytes(self) -> int:
         """Bytes of a row besides its pages, however many tokens it has."""
         return sum(tensor.nbytes for tensor in self.row)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """As of `RowTensor`."""
+        return sum(tensor.temporary_bytes for tensor in self.row)
 
 
 def windows_read(layers: Iterable[LayerState]) -> list[int | None]:

@@ -86,7 +86,9 @@ class BlockDrafter(HeadReader):
 
     @staticmethod
     def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
-        return WaitingStates.row_tensors(len(spec.aux_layer_ids) * spec.hidden_size, dtype)
+        assert isinstance(spec, BlockSpec)
+        features, kv = 2 * spec.hidden_size, 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+        return WaitingStates.row_tensors(len(spec.aux_layer_ids) * spec.hidden_size, features + kv, dtype)
 
     @torch.inference_mode()
     def prefill(

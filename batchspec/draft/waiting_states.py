@@ -40,8 +40,10 @@ class WaitingStates:
         self._nothing = torch.full((1, PLACES), -1, device=device)
 
     @staticmethod
-    def row_tensors(width: int, dtype: torch.dtype) -> tuple[RowTensor, ...]:
-        return RowTensor((PLACES,), torch.int64), RowTensor((PLACES, width), dtype)
+    def row_tensors(width: int, made: int, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+        """made: values that the head makes at once of the states of a position, when `take` has gathered them"""
+        taken = PLACES * (width + made) * dtype.itemsize
+        return RowTensor((PLACES,), torch.int64), RowTensor((PLACES, width), dtype, temporary_bytes=taken)
 
     def enter(self, slot_ids: Tensor, kv_len: Tensor, cache: KVCache) -> None:
         """Nothing waits of the rows of a prefill pass: arguments as of `KVCache.enter`."""

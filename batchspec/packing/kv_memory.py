@@ -25,7 +25,7 @@ class KVMemory:
     page_bytes: tuple[int, ...]
     """Bytes of a page in each group, over all of its layers."""
     slot_bytes: int
-    """Bytes of a slot besides its row's pages, over all layers."""
+    """Bytes of a slot besides its row's pages, over all layers, with what rounds need besides of each row of the drafter."""
     prefix_bytes: int = 0
     """Bytes of the row tensors that are kept of prefixes."""
     page_size: int
@@ -56,8 +56,9 @@ class KVMemory:
         num_verified  maximum number of drafts of a row that a round verifies
         """
         groups, size_bytes = _groups(spec, dtype, draft_layers, page_size, max_len)
+        kept = _slot_bytes(spec, dtype, draft_layers, page_size, num_verified)
         return cls(
-            groups=groups, page_bytes=size_bytes, slot_bytes=_slot_bytes(spec, dtype, draft_layers, page_size, num_verified),
+            groups=groups, page_bytes=size_bytes, slot_bytes=kept + sum(layer.temporary_bytes for layer in draft_layers),
             prefix_bytes=_prefix_bytes(spec, dtype, page_size, num_verified),
             page_size=page_size, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=pass_tokens,
         )

@@ -19,6 +19,7 @@ from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundWidth
+from batchspec.packing.kv_memory import KVMemory
 from tests.draft.test_block import DFLASH2, Recorded, Seen, check, design_of, loaded
 from tests.helpers.block_heads import random_block
 from tests.helpers.drafting import TARGET, mixed_requests, synthetic
@@ -139,6 +140,47 @@ def test_a_round_computes_no_more_than_its_drafts_need(
     without: list[dict[str, int]] = [{}] * (PLACES - 1)
     assert rounds[: len(lengths)] == list(lengths)
     assert own == [drafted(2), *without, waited, *without, waited, {}, {}, waited, drafted(3), drafted(1)]
+
+
+def test_the_plan_has_memory_for_what_one_round_computes_of_eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each row that may be in a slot: gathered states, features before and after their norm, and K and V of all layers."""
+    design = design_of(**DESIGNS["DSpark"])
+    head, made = loaded(tmp_path, design, random_block(design)), list[int]()
+    take, features, keep_all = WaitingStates.take, BlockHead.features, BlockHead.keep_all
+
+    def taken(self: WaitingStates, *args: Any) -> Any:
+        batch, states = take(self, *args)
+        made[:] = [states.nbytes]
+        return batch, states
+
+    def features_of(self: BlockHead, states: Any) -> Any:
+        found = features(self, states)
+        made.extend([self._fc(states).nbytes, found.nbytes])
+        return found
+
+    def kept(self: BlockHead, found: Any, *args: Any) -> None:
+        made.append(self._context(found).nbytes)
+        keep_all(self, found, *args)
+
+    for owner, method, then in (
+        (WaitingStates, "take", taken), (BlockHead, "features", features_of), (BlockHead, "keep_all", kept)
+    ):
+        monkeypatch.setattr(owner, method, then)
+    drafter = Recorded(head, TARGET(), K, slots=SLOTS)
+    engine = engine_of(cycle((0,)), drafter, max_len=96)
+    list(engine.run(iter([request(i, [i, 5, 7, 1 + i], cap=30) for i in range(SLOTS)])))
+    assert len(made) == 4
+    layers = drafter.layer_states(16)
+    assert sum(made) == SLOTS * sum(layer.temporary_bytes for layer in layers)
+
+    def slot_bytes(draft_layers: Any) -> int:
+        return KVMemory.of(
+            TARGET().spec, TARGET().dtype, draft_layers, page_size=16, max_len=96, max_tokens=100, lookahead=K, pass_tokens=7,
+            num_verified=K,
+        ).slot_bytes
+
+    kept_bytes = sum(layer.row_bytes for layer in layers)
+    assert SLOTS * (slot_bytes(layers) - slot_bytes(()) - kept_bytes) == sum(made)
 
 
 def speed(rates: tuple[float, ...], most: int | None, *, plain: float, taking: float, step: float) -> float:
