@@ -2,7 +2,7 @@
 
 The time of a window of rounds is compared with what the drafter before the head would have taken for it. Windows add up what the
 head loses and gains, to no less than 0 in all (CUSUM; Page 1954). Letting the head go once it has lost as much as that costs
-loses at most twice what the best choice would, however acceptance changes, and a few poor windows do not end a good head.
+loses at most twice what the best choice would, however acceptance changes, and a few poor ones do not end a good head.
 """
 
 from __future__ import annotations
