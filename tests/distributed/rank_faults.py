@@ -4,6 +4,7 @@
 The environment says what: FAULT is KIND RANK STEP. From that step of that rank's on, or from that tensor on while it loads,
 
     diverge   a weight is another one
+    swap      it reads rank STEP's part of the weights
     oom       memory runs out
     hang      a step never ends
     poison    the process dies when it prefills a prompt that begins with token STEP
@@ -30,7 +31,10 @@ from batchspec.cluster import worker
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.step import ScheduledStep
+from batchspec.job import prepare
 from batchspec.job.runner import follower
+from batchspec.model.layers.base import Shard
+from batchspec.model.shard import part_of
 from batchspec.model.weights import Checkpoint
 from batchspec.process.program import end_program
 from batchspec.warm import rank_process
@@ -64,6 +68,8 @@ def make_faulty() -> None:
 
     if KIND in ("load", "stop", "slow"):
         before_tensors(lambda number: hang() if number == int(STEP) else None)
+    if KIND == "swap":
+        put(prepare, "part_of_group", lambda spec, group: part_of(spec, Shard(int(STEP), group.ranks)))
     if KIND == "device":
         put(follower, "device_facts", lambda _: "NVIDIA H100")
     if KIND == "files":

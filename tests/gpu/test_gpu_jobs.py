@@ -1,5 +1,5 @@
 """Random whole jobs that combine features, on a GPU: in bf16 with decode.deterministic their rows are bit for bit those of the
-reference run, without drafts in few slots.
+reference run, without drafts in few slots. With two ranks they compute in float64.
 
 `GPU_JOBS=0:200 pytest tests/gpu/test_gpu_jobs.py` runs these cases, `python -m tests.gpu_jobs 0 200` tells more.
 """
@@ -7,20 +7,25 @@ reference run, without drafts in few slots.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from batchspec.distributed import rank_processes
 from batchspec.errors import ConfigError
 from batchspec.records import Completion
-from tests.gpu_jobs.cases import GROUP
+from batchspec.warm import ranks as ranks_module
+from tests.gpu_jobs.cases import GROUP, draw_case, draw_group
 from tests.gpu_jobs.compare import Rows, differences, rows_of_stream
 from tests.gpu_jobs.entry_points import _command as command
-from tests.gpu_jobs.plain import Failed
+from tests.gpu_jobs.entry_points import run_case
+from tests.gpu_jobs.plain import Failed, Plain
 from tests.gpu_jobs.scoring import MEAN_OF_BF16, score_difference
 from tests.gpu_jobs.workers import hunt
+from tests.helpers.forked import ServedPopen
 
 pytestmark = pytest.mark.second
 
@@ -33,14 +38,31 @@ def asked() -> list[int]:
     return list(range(int(first), int(end))) if end else USUAL
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_rows_of_random_jobs_are_bit_for_bit_those_of_the_reference_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_of_random_jobs_are_those_of_the_reference_run(ranks: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     cases = asked()
-    summary = hunt(cases, seconds=300 + 30 * len(cases), workers=6, folder=tmp_path, gpu=True)
+    summary = hunt(cases, seconds=300 + 30 * len(cases), workers=6, folder=tmp_path, gpu=True, ranks=ranks)
     assert not summary.failures, "\n".join(summary.failures)
-    assert not summary.refused
+    assert not summary.refused or ranks > 1
     assert summary.cases == len(cases)
     assert min(summary.tokens, summary.accepted) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks compute on a CPU")
+def test_a_rank_that_reads_the_weights_of_another_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("WARM", "1")
+    monkeypatch.setattr(rank_processes, "Popen", ServedPopen)
+    plain = Plain(draw_group(0, tmp_path, gpu=False, ranks=2))
+    case = replace(draw_case(0, plain.group), entry_point="engine", eager=False)
+    right = run_case(case, plain)
+    assert not right.lines
+    assert right.tokens > 0
+    monkeypatch.setattr(ranks_module, "PROGRAM", ("-m", "tests.distributed.rank_faults"))
+    monkeypatch.setenv("FAULT", "swap 1 0")
+    assert any("token_ids" in line for line in run_case(case, plain).lines)
 
 
 def rows(**changes: object) -> Rows:

@@ -1,4 +1,7 @@
-"""python -m tests.gpu_jobs FIRST END [--seconds 400] [--workers 6]: random jobs FIRST .. END - 1 against reference runs."""
+"""python -m tests.gpu_jobs FIRST END [--seconds 400] [--workers 6] [--ranks 2]
+
+Runs random jobs FIRST .. END - 1 and compares them with reference runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def main() -> int:
     if sys.argv[1:2] == ["--work"]:
         from tests.gpu_jobs.workers import work
 
-        work(Path(sys.argv[2]), gpu=sys.argv[3] == "cuda")
+        work(Path(sys.argv[2]), gpu=sys.argv[3] == "cuda", ranks=int(sys.argv[4]))
         return 0
     from tests.gpu_jobs.cases import GROUP
 
@@ -28,6 +31,7 @@ def main() -> int:
     parser.add_argument("end", type=int)
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--workers", type=int, help="processes that share the GPU; on a CPU one")
+    parser.add_argument("--ranks", type=int, default=1, help="1, 2, 4 or 8 GPUs, or processes on a CPU, compute each case")
     parser.add_argument("--each", type=int, default=GROUP, help=f"cases to run of each group of {GROUP}; fewer run more models")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "batchspec-gpu-jobs", help="models and logs")
     parser.add_argument("--report", type=Path, help="file that gets each failure in full")
@@ -46,9 +50,9 @@ def main() -> int:
             if report is not None:
                 print(text, file=report, flush=True)
 
-        summary = hunt(cases, seconds=args.seconds, workers=workers, folder=args.folder, gpu=gpu, show=show)
+        summary = hunt(cases, seconds=args.seconds, workers=workers, folder=args.folder, gpu=gpu, ranks=args.ranks, show=show)
     print(summary)
-    return 1 if summary.failures else 0
+    return 1 if summary.failures or not summary.rows else 0
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ ON_GPU = (
     Setting(model="qwen3_vl", dtype="float64"),
     Setting(model="int4_packed"),
 )
-ON_CPU = (
+IN_FLOAT64 = (
     Setting(model="llama", dtype="float64", adapters=True),
     Setting(model="gpt_oss", dtype="float64"),
     Setting(model="tiny:fp8_block", dtype="float64"),
@@ -151,6 +151,7 @@ ON_CPU = (
     Setting(model="int4_awq", dtype="float64", fp8_kv=True),
     Setting(model="int4_packed", dtype="float64"),
 )
+"""On a CPU, and with ranks on a GPU too: they refuse decode.deterministic, without which tokens in bf16 depend on the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +161,8 @@ class Group:
     number: int
     setting: Setting
     gpu: bool
+    ranks: int
+    """cluster.tensor_parallel of its cases; the reference run has one."""
     model: Model
     kind: str
     """Column of the prompts."""
@@ -184,16 +187,17 @@ class Case:
     runs: tuple[Keys, ...]
     """Keys of each run of the job: one run, or several if it is killed, of which the last one completes it."""
     eager: bool
-    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process)."""
+    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process
+    and the ranks of its warm engines)."""
     seed: int
 
     def __str__(self) -> str:
         return f"case {self.number} [{self.group.setting}] {self.entry_point}"
 
 
-def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
+def draw_group(number: int, folder: Path, *, gpu: bool, ranks: int = 1) -> Group:
     rng = Random(f"group {number}")
-    settings = ON_GPU if gpu else ON_CPU
+    settings = ON_GPU if gpu and ranks == 1 else IN_FLOAT64
     setting = settings[number % len(settings)]
     model = make_model(setting.model, folder)
     is_long = rng.random() < (0.4 if gpu else 0.15)
@@ -242,7 +246,8 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
         keys["input.columns"] = named
     plain = {"draft": "none", "packing.max_num_seqs": 16 if count > 70 else rng.choice([1, 1, 2, 5]), **_memory(gpu)}
     return Group(
-        number=number, setting=setting, gpu=gpu, model=model, kind=kind, keys=keys, plain=plain, rows=rows, max_len=max_len
+        number=number, setting=setting, gpu=gpu, ranks=ranks, model=model, kind=kind, keys=keys, plain=plain, rows=rows,
+        max_len=max_len,
     )
 
 
@@ -275,6 +280,7 @@ def _of_job(rng: Random, group: Group) -> Keys:
         "output.shard_rows": rng.choice([1, 3, 8, 50]),
         "input.num_workers": rng.choice([0, 0, 2]),
         "input.max_error_fraction": 1.0,
+        **({"cluster.workers": 1} if group.ranks > 1 else {}),
     }
 
 
@@ -291,7 +297,7 @@ def _shape(rng: Random, group: Group, entry_point: str) -> Keys:
     }
     likely = {"packing.max_num_batched_tokens": 0.5, "packing.run_ahead": 0.4}
     keys |= {name: value for name, value in options.items() if rng.random() < likely.get(name, 0.12)}
-    return keys
+    return {**keys, **({"cluster.tensor_parallel": group.ranks} if group.ranks > 1 else {})}
 
 
 def _drafter(rng: Random, group: Group) -> Keys:

@@ -30,6 +30,7 @@ from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.errors import BatchspecError, CapacityError, ConfigError, TooManyErrors
+from batchspec.warm import ranks
 from batchspec.warm.conversations import Turn
 from tests.gpu_jobs.cases import Case, Keys
 from tests.gpu_jobs.compare import Rows, differences, rows_of, rows_of_stream
@@ -55,6 +56,15 @@ def nothing(self: ExpectedPages, slots: SlotTable, pools: PagePools) -> Counts:
 
 
 _promised = ExpectedPages.promised
+EAGER_RANK = ("-m", "tests.gpu_jobs.eager_rank")
+"""Program of a warm engine's ranks that calls `enter_early`."""
+
+
+def enter_early(patch: pytest.MonkeyPatch) -> None:
+    """Requests enter slots as `Case.eager` says, in this process and in the ranks of its warm engines."""
+    patch.setattr(ExpectedPages, "of_waiting", of_prompt)
+    patch.setattr(ExpectedPages, "promised", nothing)
+    patch.setattr(ranks, "PROGRAM", EAGER_RANK)
 
 
 def run_case(case: Case, plain: Plain) -> Outcome:
@@ -67,8 +77,7 @@ def run_case(case: Case, plain: Plain) -> Outcome:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if case.eager:
-                patch.setattr(ExpectedPages, "of_waiting", of_prompt)
-                patch.setattr(ExpectedPages, "promised", nothing)
+                enter_early(patch)
             entry_points[case.entry_point](case, plain, rng, outcome)
     except ConfigError as error:
         outcome.refused = str(error)
@@ -207,7 +216,9 @@ def _job(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
     with _folder_of_job(case, part) as (folder, keys):
 
         def use(words: list[str]) -> None:
-            if code := run.run(compose(words, require=("model.path", "input.path", "output.dir"))):
+            if case.group.ranks > 1:  # they say in the log what one process raises
+                _command(words, folder, None, 0.0, 0)
+            elif code := run.run(compose(words, require=("model.path", "input.path", "output.dir"))):
                 raise Failed(f"exit code {code}")
 
         with_pages({**keys, **case.runs[0]}, use)
@@ -256,7 +267,7 @@ def _command(words: list[str], folder: Path, sent: signal.Signals | None, delay:
         process.wait()
     said = log.read_text(errors="replace")[-3000:]
     if process.returncode == 2:
-        line = said.strip().splitlines()[-1]
+        line = next(line for line in reversed(said.splitlines()) if not line.endswith("its group ends"))
         if str(folder) in line:
             raise Failed(f"not a key but the job's own files are refused: {line}")
         raise (CapacityError if "raise packing.pages to" in said else ConfigError)(line)

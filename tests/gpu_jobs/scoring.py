@@ -34,7 +34,10 @@ def prompts_of(group: Group) -> list[Row]:
 
 
 def shape_of_scoring(keys: Keys) -> Keys:
-    read = ("packing.max_num_seqs", "packing.pages", "packing.memory_gb", "packing.max_num_batched_tokens")
+    read = (
+        "packing.max_num_seqs", "packing.pages", "packing.memory_gb", "packing.max_num_batched_tokens",
+        "cluster.tensor_parallel",
+    )
     return {"draft": "none", **{name: value for name, value in keys.items() if name in read}}
 
 

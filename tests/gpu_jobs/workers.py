@@ -56,19 +56,21 @@ class Summary:
 
 
 def hunt(
-    cases: Sequence[int], *, seconds: float, workers: int, folder: Path, gpu: bool, show: Callable[[str], None] = print
+    cases: Sequence[int], *, seconds: float, workers: int, folder: Path, gpu: bool, ranks: int = 1,
+    show: Callable[[str], None] = print,
 ) -> Summary:
     """Runs the cases and shows a paragraph for each that fails.
 
     seconds  after which all workers are killed
     folder   of the models, kept for the next time, and of the workers' logs
+    ranks    that compute each case together
     """
     folder.mkdir(parents=True, exist_ok=True)
     groups: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     for number in dict.fromkeys(case // GROUP for case in cases):
         groups.put([case for case in cases if case // GROUP == number])
     summary, began = Summary(unfinished=len(cases)), time.monotonic()
-    crew = [_Worker(index, groups, began + seconds, folder, gpu, summary, show) for index in range(workers)]
+    crew = [_Worker(index, groups, began + seconds, folder, gpu, ranks, summary, show) for index in range(workers)]
     for worker in crew:
         worker.start()
     for worker in crew:
@@ -84,11 +86,12 @@ class _Worker(threading.Thread):
     """Owns one process at a time."""
 
     def __init__(
-        self, index: int, groups: queue.SimpleQueue[list[int]], deadline: float, folder: Path, gpu: bool, summary: Summary,
-        show: Callable[[str], None],
+        self, index: int, groups: queue.SimpleQueue[list[int]], deadline: float, folder: Path, gpu: bool, ranks: int,
+        summary: Summary, show: Callable[[str], None],
     ) -> None:
         super().__init__(daemon=True)
-        self._groups, self._deadline, self._gpu, self._summary, self._show = groups, deadline, gpu, summary, show
+        self._groups, self._deadline, self._summary, self._show = groups, deadline, summary, show
+        self._gpu, self._ranks = gpu, ranks
         self._folder, self._log = folder, folder / f"worker{index}.log"
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -139,11 +142,13 @@ class _Worker(threading.Thread):
                 self._summary.refused[refused] += 1
             if failure := result.get("failure"):
                 text = f"FAIL case {case}: {failure}\n  repeat: python -m tests.gpu_jobs {case} {case + 1}"
+                text += f" --ranks {self._ranks}" if self._ranks > 1 else ""
                 self._summary.failures.append(text)
                 self._show(text)
 
     def _begin(self) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-m", "tests.gpu_jobs", "--work", str(self._folder), "cuda" if self._gpu else "cpu"]
+        where = [str(self._folder), "cuda" if self._gpu else "cpu", str(self._ranks)]
+        arguments = [sys.executable, "-m", "tests.gpu_jobs", "--work", *where]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
@@ -173,7 +178,7 @@ def _end_of(log: Path) -> str:
     return " | ".join(log.read_text(errors="replace").splitlines()[-12:])
 
 
-def work(folder: Path, *, gpu: bool) -> None:
+def work(folder: Path, *, gpu: bool, ranks: int) -> None:
     """A worker's process: reads lists of cases of a group, one a line; writes a line of JSON about each case."""
     from tests.helpers.runs import make_jobs_quick
 
@@ -191,7 +196,7 @@ def work(folder: Path, *, gpu: bool) -> None:
                 if plain is None or plain.group.number != number // GROUP:
                     if plain is not None:
                         plain.close()
-                    plain = Plain(draw_group(number // GROUP, folder, gpu=gpu))
+                    plain = Plain(draw_group(number // GROUP, folder, gpu=gpu, ranks=ranks))
                 case = draw_case(number, plain.group)
                 outcome = run_case(case, plain)
                 result = asdict(outcome)
