@@ -3,10 +3,10 @@
 import pytest
 
 from batchspec.cli import guarded
-from batchspec.job.supervise.leave import leave
+from batchspec.process.program import end_program
 from batchspec.warm import rank_process
 from tests.gpu_jobs.entry_points import enter_early
 
 if __name__ == "__main__":
     enter_early(pytest.MonkeyPatch())
-    leave(guarded(rank_process.main))
+    end_program(guarded(rank_process.main))
