@@ -13,7 +13,6 @@ cases.py          number of a case -> its group (model, rows, keys of decoding) 
 plain.py          the reference run of a group
 entry_points.py   runs a case through an entry point: warm engine, job in this process, `generate`, or commands
                   that are killed and resumed
-eager_rank.py     a rank of a warm engine whose rows are often preempted
 scoring.py        prompts that are scored (decode.score=prompts)
 compare.py        the first difference of each row between two outputs
 workers.py        processes that run cases until the time is over; one that dies or hangs is replaced

@@ -187,8 +187,7 @@ class Case:
     runs: tuple[Keys, ...]
     """Keys of each run of the job: one run, or several if it is killed, of which the last one completes it."""
     eager: bool
-    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process
-    and the ranks of its warm engines)."""
+    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process)."""
     seed: int
 
     def __str__(self) -> str:

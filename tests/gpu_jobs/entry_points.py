@@ -30,7 +30,6 @@ from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.errors import BatchspecError, CapacityError, ConfigError, TooManyErrors
-from batchspec.warm import ranks
 from batchspec.warm.conversations import Turn
 from tests.gpu_jobs.cases import Case, Keys
 from tests.gpu_jobs.compare import Rows, differences, rows_of, rows_of_stream
@@ -56,15 +55,6 @@ def nothing(self: ExpectedPages, slots: SlotTable, pools: PagePools) -> Counts:
 
 
 _promised = ExpectedPages.promised
-EAGER_RANK = ("-m", "tests.gpu_jobs.eager_rank")
-"""Program of a warm engine's ranks that calls `enter_early`."""
-
-
-def enter_early(patch: pytest.MonkeyPatch) -> None:
-    """Requests enter slots as `Case.eager` says, in this process and in the ranks of its warm engines."""
-    patch.setattr(ExpectedPages, "of_waiting", of_prompt)
-    patch.setattr(ExpectedPages, "promised", nothing)
-    patch.setattr(ranks, "PROGRAM", EAGER_RANK)
 
 
 def run_case(case: Case, plain: Plain) -> Outcome:
@@ -77,7 +67,8 @@ def run_case(case: Case, plain: Plain) -> Outcome:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if case.eager:
-                enter_early(patch)
+                patch.setattr(ExpectedPages, "of_waiting", of_prompt)
+                patch.setattr(ExpectedPages, "promised", nothing)
             entry_points[case.entry_point](case, plain, rng, outcome)
     except ConfigError as error:
         outcome.refused = str(error)
