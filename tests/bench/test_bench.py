@@ -224,12 +224,12 @@ def test_what_rows_of_schemas_write_is_what_their_patterns_allow(shape: Path) ->
 
 def test_no_speed_is_shown_where_a_row_failed(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = RowError(code="nonfinite", stage="decode", message="a logit is not finite", retryable=False)
-    run_engine = Engine.run
+    steps_of = Engine.steps
 
-    def failing(engine: Engine, requests: RequestStream | Iterable[Request]) -> Iterator[Completion]:
-        yield from (done.replace(error=failed) for done in run_engine(engine, requests))
+    def failing(engine: Engine, requests: RequestStream | Iterable[Request]) -> Iterator[list[Completion]]:
+        yield from ([done.replace(error=failed) for done in step] for step in steps_of(engine, requests))
 
-    monkeypatch.setattr(Engine, "run", failing)
+    monkeypatch.setattr(Engine, "steps", failing)
     with pytest.raises(InputError, match="of the benchmark failed: nonfinite: a logit is not finite"):
         lines(shape, tmp_path / "o.jsonl")
     assert not (tmp_path / "o.jsonl").exists()

@@ -525,21 +525,23 @@ def test_what_ends_an_extension_after_a_retry_of_errors_is_not_that_retry_again(
 def test_a_retry_of_errors_from_before_an_extension_does_not_stand_for_one_after_it(
     folder: Path, tmp_path: Path, wanted: pl.DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, run_engine = tmp_path / "out", Engine.run
+    out, steps_of = tmp_path / "out", Engine.steps
 
     def failing(engine: Engine, requests: RequestStream) -> Any:
         error = RowError(code="crash", stage="decode", message="died", retryable=True)
         given = list(all_of(requests))
-        yield from run_engine(engine, iter([r for r in given if r.request_id not in ("q2", "q9")]))
+        yield from steps_of(engine, iter([r for r in given if r.request_id not in ("q2", "q9")]))
         for r in (r for r in given if r.request_id in ("q2", "q9")):
-            yield Completion(
-                request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
-                finish_reason="error", error=error,
-            )
+            yield [
+                Completion(
+                    request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
+                    finish_reason="error", error=error,
+                )
+            ]
 
     for more in (["input.limit=5"], ["resume=extend"]):
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "run", failing)
+            patch.setattr(Engine, "steps", failing)
             assert run.main(arguments(folder, out, *more)) == 0
         assert rows_of(out)["status"].to_list().count("error") == 2, "q4, which has no prompt, too"
         more = [word for word in more if word != "resume=extend"]

@@ -36,6 +36,7 @@ from batchspec.job.prepare import open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.job.runner.shard_work import ShardWork
 from batchspec.model.spec import load_spec
+from batchspec.model.vision import spec as vision_spec
 from batchspec.model.vision.of_ranks import EXCHANGED
 from batchspec.model.vision.registry import load_vision
 from batchspec.packing.image_cost import PREPARE_S
@@ -672,7 +673,11 @@ def test_plan_counts_images_and_their_tokens(
 
 
 @pytest.mark.second
-def test_plan_of_two_ranks_counts_the_whole_encoder_on_each_and_half_of_its_time(vl: Path, tmp_path: Path) -> None:
+def test_plan_of_two_ranks_counts_the_whole_encoder_on_each_and_half_of_its_time(
+    vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With small passes of the encoder: ranks then exchange more than a pass takes."""
+    monkeypatch.setattr(vision_spec, "PASS_BYTES", 1 << 20)
     pq.write_table(pa.Table.from_pylist([{"messages": user("<image>Go"), "images": A}]), tmp_path / "in.parquet")
     keys = [word for word in words(vl, tmp_path, "input.columns={images:images}") if not word.startswith("output.dir")]
     one, two = (plan(compose([*keys, f"cluster.tensor_parallel={ranks}"])) for ranks in (1, 2))

@@ -35,7 +35,7 @@ from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.stats import job_stats
 from batchspec.job.report.trained_head import Phase
 from batchspec.job.runner.head import abandoned, forecast, lost_time, own_head, planned, process, store
-from batchspec.job.runner.head.lost_time import LostTime
+from batchspec.job.runner.head.lost_time import LostTime, accepted_of
 from batchspec.job.runner.head.own_head import OwnHead
 from batchspec.job.runner.head.process import TrainingFailed, TrainingStopped, settings, words_of
 from batchspec.job.runner.head.store import HeadRecord, StoredHead, stored_head
@@ -428,9 +428,9 @@ def test_the_acceptance_of_a_head_does_not_depend_on_the_drafts_that_rounds_chos
     rate = sum(0.5**k for k in range(1, 6))
     for accepted, drafted in ((0.5, 1), (0.75, 2), (0.625, 1.5)):
         phase = Phase(row_rounds=10_000, accepted=int(10_000 * accepted), drafted=int(10_000 * drafted))
-        assert phase.accepted_of(5) == pytest.approx(rate, abs=1e-3)
-    assert Phase(row_rounds=10_000).accepted_of(5) == 0.0
-    assert Phase().accepted_of(5) == 0.0
+        assert accepted_of(phase, 5) == pytest.approx(rate, abs=1e-3)
+    assert accepted_of(Phase(row_rounds=10_000), 5) == 0.0
+    assert accepted_of(Phase(), 5) == 0.0
 
 
 def test_two_runs_share_one_training(lab: Path, tmp_path: Path) -> None:

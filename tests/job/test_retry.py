@@ -449,7 +449,7 @@ def test_a_run_joins_a_retry_that_another_one_began_after_it_read_the_manifest(f
 
 def failing_q8(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row q8 fails for a reason that may pass."""
-    run_engine = Engine.run
+    steps_of = Engine.steps
 
     def failing(engine: Engine, requests: RequestStream) -> Any:
         error, failed = RowError(code="crash", stage="decode", message="died", retryable=True), list[Request]()
@@ -461,14 +461,16 @@ def failing_q8(monkeypatch: pytest.MonkeyPatch) -> None:
                 elif request is not None:
                     yield request
 
-        yield from run_engine(engine, others())
+        yield from steps_of(engine, others())
         for r in failed:
-            yield Completion(
-                request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
-                finish_reason="error", error=error,
-            )
+            yield [
+                Completion(
+                    request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
+                    finish_reason="error", error=error,
+                )
+            ]
 
-    monkeypatch.setattr(Engine, "run", failing)
+    monkeypatch.setattr(Engine, "steps", failing)
 
 
 def test_rows_with_a_temporary_error_are_computed_again(

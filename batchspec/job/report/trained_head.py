@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from batchspec.console.text import counted, duration
-from batchspec.packing.expected_drafts import accepted_of_most
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,11 +25,6 @@ class Phase:
     def mean_accepted(self) -> float:
         """Accepted drafts of a row and round."""
         return self.accepted / max(1, self.row_rounds)
-
-    def accepted_of(self, most: int) -> float:
-        """Accepted drafts of a row in a round that verifies `most`, of a drafter that always drafts as many as are verified."""
-        rounds = max(1, self.row_rounds)
-        return accepted_of_most(self.accepted / rounds, self.drafted / rounds, most)
 
     @property
     def tok_s(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from batchspec.job.report.trained_head import Phase
 from batchspec.job.runner.head.forecast import Prospect
+from batchspec.packing.expected_drafts import accepted_of_most
 
 WINDOW_S, WINDOW_ROUNDS = 30.0, 4096
 """A window has at least so many seconds, and rounds of rows."""
@@ -35,3 +36,9 @@ class LostTime:
         """seconds: of a window; found: of rows that accept as many drafts as those of this window."""
         share = found.without_s / found.with_s if found.with_s else 1.0
         self.seconds = max(0.0, self.seconds + seconds * (1.0 - share))
+
+
+def accepted_of(phase: Phase, most: int) -> float:
+    """Accepted drafts of a row in a round that verifies `most`, of a drafter that always drafts as many as are verified."""
+    rounds = max(1, phase.row_rounds)
+    return accepted_of_most(phase.accepted / rounds, phase.drafted / rounds, most)

@@ -29,7 +29,7 @@ from batchspec.job.report.trained_head import Phase, TrainedHead
 from batchspec.job.runner.head import process
 from batchspec.job.runner.head.abandoned import drop_abandoned
 from batchspec.job.runner.head.forecast import RELOAD_S, Prospect, batches_of, prospect, training_s, with_own_head
-from batchspec.job.runner.head.lost_time import LostTime
+from batchspec.job.runner.head.lost_time import LostTime, accepted_of
 from batchspec.job.runner.head.process import LONGEST, TakenOver, TrainingFailed, TrainingStopped, folder_of, settings
 from batchspec.job.runner.head.store import CLAIM, LOG, HeadRecord, stored_head
 from batchspec.job.runner.identity import job_fingerprint
@@ -134,7 +134,7 @@ class OwnHead(Interlude):
         if window is None:
             return
         most = self.job.drafter.shape.num_verified
-        found = self._prospect(self._before, window.accepted_of(most), cost_s=0.0)
+        found = self._prospect(self._before, accepted_of(window, most), cost_s=0.0)
         self._lost.add(window.seconds, found)
         if self._lost.seconds >= RELOAD_S and found.without_s + RELOAD_S < found.with_s:
             self._part.dropped, self.due = 1, True
