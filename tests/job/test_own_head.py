@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -643,6 +644,51 @@ def test_what_a_killed_job_has_left_is_deleted_when_it_is_old_and_nobody_has_it(
     assert left_after() == set()
     assert json.loads(claim.read_text()) == {"owner": ""}
     assert left_in(own) == left_in(foreign) == {"rows.parquet"}
+
+
+def test_a_training_that_begins_while_old_ones_are_deleted_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its claim after its place has been found to be old."""
+    stored, is_abandoned = StoredHead(tmp_path, "eagle3", {}), abandoned._is_abandoned
+    (stored.path / "head-a").mkdir(parents=True)
+    make_old(stored.path)
+    os.utime(stored.path / "head-a", (0, 0))
+    (tmp_path / "own").mkdir()
+
+    def looked(path: Path) -> bool:
+        found = is_abandoned(path)
+        if not begun.own:
+            with monkeypatch.context() as elsewhere:
+                elsewhere.setattr(claims, "this_process", lambda: {**this_process(), "host": "elsewhere"})
+                running = stored.claims("a" * 32)
+            assert running.take(store.CLAIM)
+            begun.own = running.own
+        return found
+
+    begun = SimpleNamespace(own=[])
+    monkeypatch.setattr(abandoned, "_is_abandoned", looked)
+    abandoned.drop_abandoned(tmp_path / "own", "f" * 32)
+    assert begun.own == [store.CLAIM]
+    assert (stored.path / "head-a").exists()
+    assert next(iter(stored.claims("b" * 32).owners({store.CLAIM}).values()))["owner"] == "a" * 32
+
+
+def test_runs_may_delete_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that finds it half deleted by another one uses the head."""
+    stored, listed = StoredHead(tmp_path, "eagle3", {}), store.heads_in
+    for name in ("head-a", "head-b"):
+        (stored.path / name).mkdir(parents=True)
+    record = HeadRecord(head="head-a", drafter="lookup", before=None, tokens=1, seconds=0.0)
+
+    def then_gone(place: Path) -> list[Path]:
+        found = listed(place)
+        (stored.path / "head-b").rmdir()
+        return found
+
+    monkeypatch.setattr(store, "heads_in", then_gone)
+    stored.drop_rest(record)
+    assert listed(stored.path) == [stored.path / "head-a"]
 
 
 def test_a_training_deletes_what_is_old_and_the_job_that_left_it_can_go_on(

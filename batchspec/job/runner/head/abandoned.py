@@ -40,7 +40,8 @@ def _drop(path: Path, attempt: str) -> None:
     if not _is_abandoned(path):
         return
     claims = Claims(open_store(path, "_batchspec/tmp"), attempt, stale_s=0.0)
-    if claims.take(CLAIM) or claims.take(CLAIM):  # no owner has renewed it for AGE_S: what looks the same twice is stale
+    # An owner who has not renewed it for AGE_S is gone, if the claim is still the one that was read first.
+    if claims.take(CLAIM) or (_is_abandoned(path) and claims.take(CLAIM)):
         try:
             if not (path / RECORD).exists():  # a run may have ended its training since
                 (path / ROWS).unlink(missing_ok=True)

@@ -134,12 +134,13 @@ class StoredHead:
             return False
 
     def drop_rest(self, record: HeadRecord) -> None:
-        """Delete what nothing needs once there is a record: the answers, and trainings that did not end. Raises StorageError."""
+        """Delete what nothing needs once there is a record: the answers, and trainings that did not end. Runs may do so at the
+        same time, and what stays of a training harms none. Raises StorageError."""
         with storing(f"deleting {self.path / ROWS}"):
             (self.path / ROWS).unlink(missing_ok=True)
             for head in heads_in(self.path):
                 if head.name != record.head:
-                    shutil.rmtree(head)
+                    shutil.rmtree(head, ignore_errors=True)
 
     def put_rows(self, rows: Iterable[tuple[Ids, Ids]], job: str, drafter: str, before: float | None) -> None:
         """Write the answers of a job, (prompt, output) as token ids, in one step; only this user may read them. Raises
