@@ -16,13 +16,18 @@ import pytest
 from batchspec import run
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.engine.loop.engine_run import EngineRun
+from batchspec.engine.slots import waiting
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RunFeatures
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.runner import commit_shards
-from batchspec.job.runner.run_monitor import RunMonitor
+from batchspec.job.supervise.deadline import Deadline
+from batchspec.packing import ordered_requests
 from batchspec.packing.admit import Admission
 from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.records import Completion, Request
-from tests.helpers.runs import make_model, put, run_apart
+from tests.helpers.runs import make_model, make_prompts, put, run_apart
 
 pytestmark = pytest.mark.second
 
@@ -71,8 +76,8 @@ def test_shards_of_error_rows_are_committed_as_they_are_read(
     task: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the task: a commit waits neither for a good row nor for the end; the deadline and claims are looked after."""
-    admit, publish, update, after_step = Admission.admit, OutputFolder.publish, ProgressBar.update, RunMonitor.after_step
-    read, most_open, reported, steps = list[int](), list[int](), list[int](), list[int]()
+    admit, publish, update, check = Admission.admit, OutputFolder.publish, ProgressBar.update, Deadline.check
+    read, most_open, reported, looks = list[int](), list[int](), list[int](), list[int]()
 
     def admitted(self: Admission, shard: InputShard) -> Iterator[Request | Completion]:
         read.append(shard.index)
@@ -86,23 +91,56 @@ def test_shards_of_error_rows_are_committed_as_they_are_read(
         update(self, **what)
         reported.append(self.facts()["shards"])
 
-    def stepped(self: RunMonitor) -> None:
-        steps.append(read[-1])
-        after_step(self)
+    def checked(self: Deadline) -> None:
+        looks.append(read[-1])
+        check(self)
 
     monkeypatch.setattr(Admission, "admit", admitted)
     monkeypatch.setattr(OutputFolder, "publish", published)
     monkeypatch.setattr(ProgressBar, "update", updated)
-    monkeypatch.setattr(RunMonitor, "after_step", stepped)
+    monkeypatch.setattr(Deadline, "check", checked)
     monkeypatch.setattr(commit_shards, "MOST_WAITING", commit_shards.WAITING)
     assert run.main(command_of(model, data, tmp_path / "out", *TASKS[task])) == 0
     assert len(most_open) == SHARDS
     assert max(most_open) <= MOST_OPEN, "shards of error rows wait for a good row"
     assert set(reported) >= set(range(SHARDS - MOST_OPEN)), "the heartbeat has each commit"
-    early = [one for one in steps if one < 16]
+    early = [one for one in looks if one < 16]
     assert all(b - a <= 2 for a, b in pairwise([-1, *early, 16])), "the deadline and claims wait for two shards"
     frame = pl.read_parquet(tmp_path / "out/data").sort("row_index")
     assert (frame["status"] != "error").to_list() == [good for good in GOOD for _ in range(SHARD_ROWS)]
+
+
+def test_the_deadline_and_claims_are_looked_after_while_rows_end_as_they_arrive(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then no step has a result."""
+    arrive, check, step, looks, steps = RunFeatures.arrive, Deadline.check, EngineRun.step, list[int](), list[int]()
+
+    def arrived(self: RunFeatures, one: Request, draft_len: int) -> RequestState:
+        state = arrive(self, one, draft_len)
+        if one.row_index < 24:
+            state.fail(None)
+        return state
+
+    def checked(self: Deadline) -> None:
+        looks.append(len(steps))
+        check(self)
+
+    def stepped(self: EngineRun, **given: Any) -> list[Completion]:
+        steps.append(0)
+        done = step(self, **given)
+        steps[-1] = len(done)
+        return done
+
+    monkeypatch.setattr(RunFeatures, "arrive", arrived)
+    monkeypatch.setattr(Deadline, "check", checked)
+    monkeypatch.setattr(EngineRun, "step", stepped)
+    monkeypatch.setattr(waiting, "MOST_LEFT_OUT", 4)
+    monkeypatch.setattr(ordered_requests, "WINDOW_SHARDS", 1)
+    command = command_of(model, make_prompts(tmp_path / "in.parquet", 30), tmp_path / "out", *DECODES)
+    assert run.main(command) == 0
+    assert sum(steps[:4]) == 24, "the first steps end rows that have arrived"
+    assert set(looks) == {*range(1, len(steps) + 1)}
 
 
 def killed_when_read(at: int) -> None:

@@ -65,7 +65,6 @@ def decode_shards(
                     journal.add(completion)
             if journal is not None:
                 journal.flush_every(JOURNAL_S)
-            if not step:
-                monitor.after_step()
+            monitor.after_step()
             yield from map(monitor.count_shard, feed.complete())  # also after a step that only read shards without a good row
     monitor.ended()

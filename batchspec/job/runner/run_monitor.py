@@ -71,6 +71,8 @@ class RunMonitor:
         self._num_unreported = 0
         """Rows that have finished since the last report."""
         self._feed: Feed | None = None
+        self._has_looked = False
+        """Whether the deadline and the claims were looked after in this step."""
 
     def requests_in_time(self, feed: Feed) -> RequestsInTime:
         """The feed's requests that the deadline leaves time for. From now on the feed's open shards are reported."""
@@ -105,7 +107,13 @@ class RunMonitor:
         self._interlude.finished(completion)
 
     def after_step(self) -> None:
-        """The engine has ended a step in which no row ended. It may read error rows alone, for hours, without a round."""
+        """The engine has ended a step. For hours it may read error rows, or end rows as they arrive, without a result."""
+        if not self._has_looked:
+            self._look()
+        self._has_looked = False
+
+    def _look(self) -> None:
+        self._has_looked = True
         self._beat()
         self.deadline.check()
         if self._claims is not None:
@@ -126,7 +134,7 @@ class RunMonitor:
             mean_output=self._tokens / self._rows,
             in_flight_tokens=max(0, totals.tokens - self._tokens_at_start - self._finished_tokens),
         )
-        self.after_step()
+        self._look()
         if self._timeline is not None:
             self._timeline.observe(totals, exhausted=self._feed is not None and self._feed.requests.ended)
         self._interlude.after_round(totals, self.deadline.leaves)
