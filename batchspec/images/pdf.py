@@ -6,6 +6,7 @@ PDFium reads hostile bytes and is not thread-safe: batchspec calls it in process
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import math
 import os
@@ -119,6 +120,8 @@ class _LastDocument:
         if key != self._key or self._num_pages == MOST_RENDERED:
             self._close()
             self._document = _load(path, module, raw)
+            atexit.unregister(self._close)
+            atexit.register(self._close)  # before what pypdfium2 registers, which complains of open documents
             self._document.init_forms()
             self._key = key
         self._num_pages += 1

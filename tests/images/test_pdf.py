@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +177,10 @@ def test_a_document_stays_open_while_its_pages_are_rendered_and_its_file_is_the_
         render(page_of(path, 9), 4, 4)
     render(page_of(path), 4, 4)
     assert len(opened) == 4, "an error closes it"
+
+
+def test_a_program_that_has_rendered_a_page_ends_in_silence(tmp_path: Path) -> None:
+    path = written(tmp_path, Page(colour=RED))
+    code = f"from batchspec.images.pdf import *\nrender(PdfPage(**{asdict(page_of(path))!r}), 4, 4)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
