@@ -140,7 +140,8 @@ class DeviceBatch:
         if self.images is None or self.images.axes is None:
             return found
         is_end = positions == self.prompt_len[slots] - 1
-        return AxisPositions(torch.where(is_end, self.rope_end[slots].T, found), self.images.axes)
+        ends = self.rope_end[slots].T.contiguous()  # torch.where would keep the strides of the transpose
+        return AxisPositions(torch.where(is_end, ends, found), self.images.axes)
 
     def provide(self, mode: SamplingMode) -> None:
         """Allocate the state that `mode` needs and that few jobs have. Call it before a graph of such a mode is captured."""

@@ -19,9 +19,12 @@ class AxisPositions:
     """
 
     values: Tensor
-    """int64 [3, T]"""
+    """int64 [3, T], contiguous"""
     axes: Tensor
     """int64 [A] the axis that each frequency reads, 0 to 2; more frequencies than these read the time"""
+
+    def __post_init__(self) -> None:
+        assert self.values.is_contiguous(), "kernels read positions of neighbours side by side"
 
     def of_frequencies(self, count: int) -> Tensor:
         """int64 [count]: the axis that each frequency reads. Copies nothing from the host: CUDA graphs hold it."""
