@@ -136,6 +136,19 @@ def test_a_job_that_cannot_be_opened_any_more_has_its_page_and_one_line(
 
 
 @pytest.mark.second
+@pytest.mark.parametrize("values", [[7, 8], ["ab" * 16, "x"]])
+def test_a_column_of_the_input_named_as_that_of_digests_shows_nothing(values: list[Any], vl: Path, tmp_path: Path) -> None:
+    """A job over the answers of a job with images has such a column."""
+    pl.DataFrame({"prompt": ["hi", "ho"], "image_digest": values}).write_parquet(tmp_path / "in.parquet")
+    assert run.main(words(vl, tmp_path, f"{tmp_path}/in.parquet")) == 0
+    assert pl.read_parquet(tmp_path / "out/data")["image_digest"].to_list() == values
+    text = page_of(tmp_path, again=False)
+    assert "<h3>Random samples</h3>" in text
+    assert "image 1" not in text
+    assert "<img" not in text
+
+
+@pytest.mark.second
 def test_images_in_a_store_are_not_read(vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(vl, tmp_path, [{"messages": user("<image>"), "images": ["a.png"]}])
     folder = OutputFolder(tmp_path / "out")

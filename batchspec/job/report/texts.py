@@ -69,13 +69,19 @@ def _texts(folder: OutputFolder, wanted: set[tuple[int, int]]) -> dict[tuple[int
         rows = folder.scan([shard]).filter(pl.col("row_index").is_in(here))
         names = ["row_index", "sample_index", "completion", *(["messages"] if kept != "none" else [])]
         with scanning(folder.path):
-            names += [DIGEST] if DIGEST in rows.collect_schema().names() else []
+            names += [DIGEST] if _has_images(rows.collect_schema()) else []
             found = rows.select(names).collect()
         for row in found.iter_rows(named=True):
             prompt = _prompt(row.get("messages"), whole=kept == "full")
             own: dict[str, Any] = {"prompt": prompt, "completion": cut(row["completion"] or ""), DIGEST: row.get(DIGEST)}
             texts[row["row_index"], row["sample_index"]] = own
     return texts
+
+
+def _has_images(schema: pl.Schema) -> bool:
+    """Whether it is the schema of a job with images. In others a column of their digests is one of the input, copied."""
+    usage = schema["usage"]
+    return isinstance(usage, pl.Struct) and any(field.name == "image_tokens" for field in usage.fields)
 
 
 def _prompt(messages: list[Any] | None, *, whole: bool) -> str | None:
