@@ -54,7 +54,7 @@ def thumbnails_of(output: OutputFolder, rows: Sequence[Shown], job: Job | None =
             return Thumbnails(note=f"Their images are not shown: {remote} is in a store, which a report does not read.")
         pillow()
         return Thumbnails(of_row=_made(job or _opened(config), digests))
-    except BatchspecError as error:
+    except (BatchspecError, OSError) as error:  # OSError: of the system, which starts no process, or of Pillow without JPEG
         return Thumbnails(note=f"Their images are not shown: {error}")
 
 

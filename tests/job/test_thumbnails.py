@@ -6,7 +6,8 @@ import base64
 import io
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
@@ -15,6 +16,7 @@ from PIL import Image
 
 from batchspec import run
 from batchspec.commands.report import main
+from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_dict
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import ConfigError
@@ -22,7 +24,9 @@ from batchspec.images.decode import decode
 from batchspec.images.processor import Fit
 from batchspec.job import thumbnails
 from batchspec.job.report.stats import job_stats
+from batchspec.job.report.texts import Shown
 from batchspec.job.report.thumbnails import Picture, RowImages, Thumbnails
+from batchspec.process import limited_process
 from batchspec.records import ImagePiece
 from tests.helpers.image_models import make_image_model, picture
 from tests.helpers.pdfs import Page, make_pdf
@@ -209,6 +213,22 @@ def test_time_and_bytes_of_a_page_are_bounded_and_bad_images_have_a_line(monkeyp
     assert str(shown(small, piece(C, 3))) == "left out, because the pictures of this page reached 1 KiB"
     monkeypatch.setattr(thumbnails, "MOST_S", 0.0)
     assert "took 0 s" in str(shown(thumbnails._Small(), piece(A, 4)))
+
+
+def test_a_machine_that_starts_no_process_has_its_page_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a job: all rows are committed."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(limited_process, "start_module", refuse)
+    monkeypatch.setattr(thumbnails, "_made", lambda *_: shown(thumbnails._Small(), piece(A, 1)))
+    row = Shown(
+        request_id="a", row_index=0, sample_index=0, status="ok", finish_reason="stop", prompt_tokens=1, tokens=1,
+        mean_length=None, prompt=None, completion="", image_digest="00" * 16,
+    )
+    found = thumbnails.thumbnails_of(cast(Any, None), [row], cast(Any, SimpleNamespace(config=RunConfig())))
+    assert found.note == "Their images are not shown: [Errno 11] Resource temporarily unavailable"
 
 
 def test_reasons_are_escaped_and_other_rows_have_nothing() -> None:
