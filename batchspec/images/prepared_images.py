@@ -255,7 +255,7 @@ class PreparedImages:
 
 
 class _DecodeProcess(LimitedProcess):
-    """A process of `decode_process.py`. It holds nothing of earlier images."""
+    """A process of `decode_process.py`. It holds nothing of earlier images but the PDF that is open."""
 
     module = "batchspec.images.decode_process"
     does = "decodes images"

@@ -447,6 +447,21 @@ def test_a_run_joins_a_retry_that_another_one_began_after_it_read_the_manifest(f
     assert new_retry(open_job(compose(command)), late) is None
 
 
+def test_a_column_of_the_input_named_as_that_of_digests_keeps_no_row_from_going_on(folder: Path, tmp_path: Path) -> None:
+    """A job over the answers of a job with images has such a column."""
+    data, out = tmp_path / "in.parquet", tmp_path / "out"
+    pl.read_parquet(folder / "prompts.parquet").with_columns(image_digest=pl.lit("ab" * 16)).write_parquet(data)
+    own = f"input.path={folder / 'prompts.parquet'}"
+    small, large = (
+        [f"input.path={data}" if word == own else word for word in words]
+        for words in (arguments(folder, out, CAPS[0]), arguments(folder, out, CAPS[1], "resume=length"))
+    )
+    assert run.main(small) == 0
+    before = rows_of(out)["token_ids"].list.len().sum()
+    assert run.main(large) == 0
+    assert rows_of(out)["token_ids"].list.len().sum() > before
+
+
 def failing_q8(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row q8 fails for a reason that may pass."""
     steps_of = Engine.steps

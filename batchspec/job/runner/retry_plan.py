@@ -129,7 +129,7 @@ def _snapshot(request: Request, row: Row) -> Snapshot | None:
     InputError if its images are others now."""
     tokens, prompt, usage = row.get("token_ids"), row.get("prompt_ids"), row["usage"]
     if tokens:
-        check_images(request, row.get("image_digest"))
+        check_images(request, row.get("image_digest") if "image_tokens" in usage else None)  # else it is the input's, copied
     if not tokens or row.get("logprobs") is not None or usage["prompt_tokens"] != len(request.prompt_ids):
         return None
     if prompt is not None and prompt != request.prompt_ids.tolist():
