@@ -12,12 +12,15 @@ import torch
 from batchspec.batch.image_inputs import AxisPositions
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.images.decode import Rgb, decode
 from batchspec.images.header import read_header
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.target import Target
 from tests.engine.test_images import BATCH, ROWS, tokens
+from tests.helpers.heads import random_tensors, tiny_design, write_head
 from tests.helpers.image_models import image_engine, image_request, image_target, make_image_model, picture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -72,8 +75,16 @@ def test_the_host_does_not_wait_for_the_device(folder: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def parallel_drafter(target: Target, folder: Path) -> ParallelDrafter:
+    """With a random head."""
+    design = tiny_design(target.spec, mask_id=17)
+    write_head(folder, design, random_tensors(design))
+    head = load_head(folder, target.spec, dtype=target.dtype, device=target.device, aux_layers="input")
+    return ParallelDrafter(head, target, 3, slots=BATCH.num_slots)
+
+
 @pytest.mark.parametrize("chunk", [64, 23])
-def test_tokens_are_those_of_the_cpu(folder: Path, chunk: int) -> None:
+def test_tokens_are_those_of_the_cpu(folder: Path, tmp_path: Path, chunk: int) -> None:
     """With 23 tokens a pass, chunks end inside images, if the model lets chunks end there."""
     batch = replace(BATCH, prefill_tokens=chunk, max_len=384, num_pages=600)
 
@@ -86,6 +97,8 @@ def test_tokens_are_those_of_the_cpu(folder: Path, chunk: int) -> None:
     expected = run("cpu", lambda _: NoDrafter())
     assert run("cuda", lambda _: NoDrafter()) == expected
     assert run("cuda", lambda _: LookupDrafter(3, min_ngram=1, max_ngram=3)) == expected
+    if folder.name in ("qwen3_5", "qwen3_vl", "glm_ocr"):
+        assert run("cuda", lambda own: parallel_drafter(own, tmp_path)) == expected
     if folder.name == "qwen3_vl":
         assert run("cuda", lambda own: WindowDrafter(own, 3, slots=BATCH.num_slots, window=250)) == expected
 
