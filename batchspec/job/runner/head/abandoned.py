@@ -52,11 +52,11 @@ def _drop(path: Path, attempt: str) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether there is something to delete, and no file has changed for long."""
+    """Whether there is something to delete, and no file has changed for long. A folder changes when somebody tries its claim."""
     def failed(error: OSError) -> None:
         raise error  # what cannot be listed may be new
 
     if (path / RECORD).exists() or not ((path / ROWS).exists() or heads_in(path)):
         return False
-    found = (Path(folder, name) for folder, folders, names in os.walk(path, onerror=failed) for name in (*folders, *names))
-    return time.time() - max(each.lstat().st_mtime for each in found) > AGE_S
+    files = (Path(folder, name) for folder, _, names in os.walk(path, onerror=failed) for name in names)
+    return time.time() - max((file.lstat().st_mtime for file in files), default=0.0) > AGE_S
