@@ -135,7 +135,7 @@ class DeviceBatch:
         return positions if self.images is None else positions + self.rope_delta[slots]
 
     def rope_positions_from_prompt(self, positions: Tensor, slots: Tensor) -> Tensor | AxisPositions:
-        """The same of tokens of which some may be the last ones of the prompts."""
+        """As `rope_positions`, for tokens from the last one of each prompt on: where images have axes, so has this token."""
         found = self.rope_positions(positions, slots)
         if self.images is None or self.images.axes is None:
             return found

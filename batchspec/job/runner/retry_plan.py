@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchspec.data.dataset.reader import InputShard
+from batchspec.data.dataset.schema import DIGEST
 from batchspec.data.runstate.generations import Generation
 from batchspec.data.runstate.journal import check_images
 from batchspec.data.runstate.output_folder import OutputFolder
@@ -29,7 +30,7 @@ from batchspec.records import Completion, Request, Snapshot
 
 READ = (
     "row_index", "sample_index", "status", "finish_reason", "error", "usage", "token_ids", "prompt_ids", "logprobs",
-    "spec_decode", "perf", "image_digest",
+    "spec_decode", "perf", DIGEST,
 )
 """Columns of the output that determine what happens to a row."""
 Row = Mapping[str, Any]
@@ -129,7 +130,7 @@ def _snapshot(request: Request, row: Row) -> Snapshot | None:
     InputError if its images are others now."""
     tokens, prompt, usage = row.get("token_ids"), row.get("prompt_ids"), row["usage"]
     if tokens:
-        check_images(request, row.get("image_digest") if "image_tokens" in usage else None)  # else it is the input's, copied
+        check_images(request, row.get(DIGEST) if "image_tokens" in usage else None)  # else it is the input's, copied
     if not tokens or row.get("logprobs") is not None or usage["prompt_tokens"] != len(request.prompt_ids):
         return None
     if prompt is not None and prompt != request.prompt_ids.tolist():

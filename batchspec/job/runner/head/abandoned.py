@@ -1,4 +1,4 @@
-"""Deletes what trainings have left that nobody goes on with: answers and checkpoints of models whose jobs were given up.
+"""Deletes the files of trainings that no run continues: answers and checkpoints of models whose jobs were given up.
 
 A training has files in its model's place (`store.py`), and its run renews the claim there. A place without a record in which no
 file has changed for AGE_S has no run; its claim is taken before anything is deleted, so that no run begins there meanwhile. Heads

@@ -2,7 +2,7 @@
 
 KIND-DIGEST/rows.parquet   the answers that a head learns from; of the first run that had enough. Deleted after the training
 KIND-DIGEST/head-DIGEST/   the folder of `batchspec train`; the digest is that of its settings and answers. Those of
-                           other trainings are deleted once there is a record, or when nobody goes on with them (`abandoned.py`)
+                           other trainings are deleted once there is a record, or when no run continues them (`abandoned.py`)
 KIND-DIGEST/train.log      what the last one printed
 KIND-DIGEST/record.json    written last: what became of the training. No other one begins while it is there
 KIND-DIGEST/_batchspec/    the claim of the run that trains
