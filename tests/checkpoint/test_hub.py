@@ -59,7 +59,15 @@ def test_a_shipped_head_is_named_by_its_folder() -> None:
     folder = resolve_model("pkg://smollm2-135m-eagle3", key="draft.path")
     assert (folder / "config.json").is_file()
     assert sum(file.stat().st_size for file in folder.iterdir()) < 16_000_000
-    assert refusal("pkg://none") == "model.path=pkg://none is not shipped with batchspec; shipped: pkg://smollm2-135m-eagle3"
+    said = "draft.path=pkg://none is not shipped with batchspec; shipped: pkg://smollm2-135m-eagle3"
+    with pytest.raises(CheckpointError, match=said):
+        find_model("pkg://none", key="draft.path")
+
+
+def test_a_shipped_model_is_named_by_its_folder() -> None:
+    for key in ("model.path", "MODEL"):
+        assert (resolve_model("pkg://reader", key=key) / "model.safetensors").is_file()
+    assert refusal("pkg://none") == "model.path=pkg://none is not shipped with batchspec; shipped: pkg://reader"
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
@@ -68,8 +76,9 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
 
 
 def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.revision=main needs a hub id"):
-        resolve_model(str(tmp_path), "main")
+    for path in (str(tmp_path), "smollm2-135m", "pkg://reader"):
+        with pytest.raises(ConfigError, match=re.escape(f"model.revision=main needs a hub id, and model.path={path} is not one")):
+            resolve_model(path, "main")
 
 
 def test_a_hub_id_is_downloaded_without_other_formats_the_weights_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted |= {"README.md", "LICENSE", ".ci/run", ".ci/sizes.txt", ".github/CONTRIBUTING.md"}
     wanted |= {"jobs/benchmarks/figures.sh", "jobs/examples/train_head.sh", "jobs/pages/report.png", "batchspec/py.typed"}
     wanted |= {f"jobs/manifests/{name}" for name in (*MANIFESTS, "Dockerfile")}
-    once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}
+    once = {f"conf/{kind}/{name}" for kind in ("heads", "models") for name in files(ROOT / "conf" / kind)}
     assert {name for name in wanted - once if not (sources / name).is_file()} == set()
     assert not any(path.is_symlink() for path in sources.rglob("*"))
 
