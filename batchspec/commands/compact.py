@@ -8,6 +8,7 @@ ready to be published.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import uuid
@@ -23,7 +24,7 @@ from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import counted
 from batchspec.data.runstate.footers import part_name
 from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.data.runstate.shard_writer import RowId, row_ids
+from batchspec.data.runstate.shard_writer import row_ids
 from batchspec.data.storage.exact_files import exact_path, parquet_file
 from batchspec.data.storage.store import LONGEST_NAME, storing
 from batchspec.errors import OutputError, StorageError
@@ -98,7 +99,8 @@ class _Files:
         self._waiting: list[pa.Table] = []
         self._path: Path | None = None
         self._writer: pq.ParquetWriter | None = None
-        self._ids: list[RowId] = []
+        self._groups: list[bytes] = []
+        """Of each row group of the file a digest of its rows' ids: the ids of millions of short rows would be gigabytes."""
         self.num_files = self.num_rows = 0
 
     def add(self, table: pa.Table) -> None:
@@ -117,6 +119,7 @@ class _Files:
             return
         table = pa.concat_tables(self._waiting)
         self._waiting = []
+        self.num_rows += table.num_rows
         if self._writer is None:
             self._path = self._folder / part_name(self.num_files)
             schema = table.schema.with_metadata(self._metadata)
@@ -130,7 +133,7 @@ class _Files:
             )
         rows = max(1, min(GROUP_ROWS, table.num_rows * GROUP_BYTES // max(1, table.nbytes)))
         self._writer.write_table(table.replace_schema_metadata(self._metadata), row_group_size=rows)
-        self._ids += row_ids(table)
+        self._groups += [_digest(table.slice(first, rows)) for first in range(0, table.num_rows, rows)]
 
     def _end_file(self) -> None:
         if self._writer is None or self._path is None:
@@ -139,11 +142,16 @@ class _Files:
         with self._path.open("rb+") as file:
             os.fsync(file.fileno())
         with parquet_file(self._path, page_checksum_verification=True) as read:
-            found = [row for i in range(read.num_row_groups) for row in row_ids(read.read_row_group(i))]
-        if found != self._ids:
+            found = [_digest(read.read_row_group(i)) for i in range(read.num_row_groups)]
+        if found != self._groups:
             raise StorageError(f"{self._path} reads back with other rows; check the disk and run compact again")
-        self.num_files, self.num_rows = self.num_files + 1, self.num_rows + len(found)
-        self._writer, self._path, self._ids = None, None, []
+        self.num_files += 1
+        self._writer, self._path, self._groups = None, None, []
+
+
+def _digest(rows: pa.Table) -> bytes:
+    """Of the ids of the rows, in order."""
+    return hashlib.sha256(repr(row_ids(rows)).encode("utf-8", "surrogatepass")).digest()
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
     if picked is not None:
         left_out.update(picked.left_out)
     with scanning(output.path):
-        kinds = _scan(output, done[:1], picked).collect_schema()
+        kinds = _scan(output, done[0], picked).collect_schema()
     scored, as_json = wish.score is not None, target.suffix == ".jsonl"
     keep = kept_columns(keep, form, kinds, scored=scored, as_json=as_json)
 
@@ -188,7 +188,7 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
             count = write_lines((_plain(line, form) for line in lines), target)
         else:
             with scanning(output.path):
-                there = _scan(output, done[:1], picked).select("messages", *keep).head(0).collect().to_arrow().schema
+                there = _scan(output, done[0], picked).select("messages", *keep).head(0).collect().to_arrow().schema
             turns = ((name, there.field("messages").type) for name in TURNS[form])
             columns = [*other_columns(form, scored=scored).items(), *turns, *((name, there.field(name).type) for name in keep)]
             count = _write_rows(lines, target, pa.schema(columns))
@@ -207,9 +207,9 @@ def _num_requests(output: OutputFolder, done: list[int]) -> int:
         return int(output.scan(done).select(pl.col("row_index").n_unique()).collect().item())
 
 
-def _scan(output: OutputFolder, shards: list[int], picked: PickedRows | None) -> pl.LazyFrame:
-    rows = output.scan(shards)
-    return rows if picked is None else picked.of(rows)
+def _scan(output: OutputFolder, shard: int, picked: PickedRows | None) -> pl.LazyFrame:
+    rows = output.scan([shard])
+    return rows if picked is None else picked.of(rows, output.rows_of(shard))
 
 
 def _plain(line: Line, form: str) -> dict[str, Any]:

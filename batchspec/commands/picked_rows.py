@@ -62,16 +62,24 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickedRows:
-    """The rows to write, in the order of the input."""
+    """The rows to write."""
 
     rows: pl.DataFrame
-    """row_index, sample_index, SCORE (null without one), columns of the joined file, _PLACE; of a pair the best row is first."""
+    """row_index, sample_index, SCORE (null without one), columns of the joined file, _PLACE; of a pair the best row is first.
+    In the order of the input."""
     left_out: dict[str, int]
     """Reason -> number of rows."""
 
-    def of(self, rows: pl.LazyFrame) -> pl.LazyFrame:
-        """Those of these rows that are picked, with the joined columns and SCORE, in their order."""
-        return rows.join(self.rows.lazy(), on=KEY, how="inner").sort(_PLACE).drop(_PLACE)
+    def of(self, rows: pl.LazyFrame, inputs: range) -> pl.LazyFrame:
+        """Those of these rows that are picked, with the joined columns and SCORE, in their order.
+
+        inputs  the input rows that they belong to: each shard is joined with its part of the picked rows, not with those of the
+                whole job
+        """
+        row_index = self.rows["row_index"]
+        first, stop = (int(row_index.search_sorted(row)) for row in (inputs.start, inputs.stop))
+        here = self.rows[first:stop]
+        return rows.join(here.lazy(), on=KEY, how="inner").sort(_PLACE).drop(_PLACE)
 
 
 def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> PickedRows:

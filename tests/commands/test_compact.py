@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from batchspec.commands import compact as compact_module
 from batchspec.commands.compact import main
 from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.shard_writer import row_ids
 from batchspec.errors import ConfigError, OutputError, StorageError
 from tests.helpers.io_samples import built, completion, dataset, failed, new_folder, shards_of
 
@@ -59,6 +61,31 @@ def test_files_end_at_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [part.name for part in parts] == [f"part-{i:05d}.parquet" for i in range(3)]
     assert pl.read_parquet(target / "data").equals(folder.scan().collect())
     assert [pq.read_metadata(part).num_rows for part in parts] == [4, 6, 3]
+
+
+def test_ids_are_compared_a_row_group_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file holds millions of short rows, and the ids of all of them would be gigabytes."""
+    most, names = 0, list[weakref.ref[RequestId]]()
+
+    def counted(table: Any) -> list[Any]:
+        nonlocal most
+        rows = [(row, sample, RequestId(name)) for row, sample, name in row_ids(table)]
+        names.extend(weakref.ref(name) for _, _, name in rows)
+        most = max(most, sum(name() is not None for name in names))
+        return rows
+
+    monkeypatch.setattr(compact_module, "row_ids", counted)
+    monkeypatch.setattr(compact_module, "GROUP_ROWS", 2)
+    job(tmp_path / "out")
+    assert main([str(tmp_path / "out"), str(tmp_path / "few")]) == 0
+    assert pq.read_metadata(tmp_path / "few/data/part-00000.parquet").num_row_groups == 7
+    assert most == 2
+
+
+class RequestId(str):
+    """An id that can be counted while it is in memory."""
+
+    __slots__ = ("__weakref__",)
 
 
 def test_only_a_whole_and_undamaged_job_is_compacted(tmp_path: Path) -> None:

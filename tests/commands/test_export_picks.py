@@ -96,6 +96,25 @@ def keys(rows: list[Any]) -> list[tuple[str, int]]:
     return [(row["request_id"], row["sample_index"]) for row in rows]
 
 
+@pytest.mark.parametrize("words", [["chat", "--score", "sample_index"], ["prompt_only"], ["openai", "--where", "row_index != 2"]])
+def test_a_shard_is_joined_with_its_own_part_of_the_picked_rows(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined with those of the whole job, each of a million rows would cost as much as the job has shards."""
+    joined, join = list[list[int]](), pl.LazyFrame.join
+
+    def told(self: pl.LazyFrame, other: pl.LazyFrame, **how: Any) -> pl.LazyFrame:
+        joined.append(other.select("row_index").collect().to_series().unique(maintain_order=True).to_list())
+        return join(self, other, **how)
+
+    monkeypatch.setattr(pl.LazyFrame, "join", told)
+    written = exported(job(tmp_path / "out"), *words)
+    of_shards = [[0, 1], [2, 3] if "openai" not in words else [3]]
+    assert [rows for rows in joined if rows not in of_shards] == []
+    assert joined[-2:] == of_shards
+    assert len(written) == sum(map(len, of_shards))
+
+
 @pytest.mark.parametrize(
     ("where", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_ordinary_columns_are_read_in_large_batches_as_before(tmp_path: Path) ->
     path = written(tmp_path / "in.parquet", pa.array(texts), dictionary_pagesize_limit=MB)
     assert decoding(path, "prompt", "long") == Decoding(4096)
     assert decoding(path, "prompt") == Decoding(4096)
+
+
+def test_a_file_that_was_read_leaves_no_footer_behind(tmp_path: Path) -> None:
+    """A run collects garbage rarely, and an input may have thousands of files, each with a footer of 100 KB."""
+    path = written(tmp_path / "in.parquet", pa.array(["question"] * 10))
+    gc.collect()
+    gc.disable()
+    try:
+        before = [kept for kept in gc.get_objects() if isinstance(kept, pq.FileMetaData)]
+        assert sum(shard.table.num_rows for shard in opened(path).shards(5)) == 10
+        assert len([kept for kept in gc.get_objects() if isinstance(kept, pq.FileMetaData)]) == len(before)
+    finally:
+        gc.enable()
 
 
 def test_texts_of_which_a_few_are_shared_stay_texts(tmp_path: Path) -> None:

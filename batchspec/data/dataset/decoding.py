@@ -54,18 +54,19 @@ class Open(Protocol):
 
 def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: Open) -> Decoding:
     """How these columns of a row group are decoded. Reads the dictionaries that may have long values."""
-    footer, schema = file.metadata.row_group(group), file.metadata.schema
+    footer = file.metadata.row_group(group)
     rows, mean, longest, dictionaries = max(1, footer.num_rows), 0.0, 0, list[str]()
     for place in range(footer.num_columns):
-        chunk, leaf = footer.column(place), schema.column(place)
-        name = next((name for name in names if leaf.path == name or leaf.path.startswith(f"{name}.")), None)
+        chunk = footer.column(place)
+        path = chunk.path_in_schema
+        name = next((name for name in names if path == name or path.startswith(f"{name}.")), None)
         if name is None:
             continue
         if chunk.physical_type != "BYTE_ARRAY":
-            mean += chunk.num_values * WIDTHS.get(chunk.physical_type, leaf.length) / rows
+            mean += chunk.num_values * (WIDTHS.get(chunk.physical_type) or _fixed_width(file, place)) / rows
             continue
         mean += chunk.total_uncompressed_size / rows
-        kind = file.schema_arrow.field(name).type if leaf.path == name else None
+        kind = file.schema_arrow.field(name).type if path == name else None
         if pa.types.is_dictionary(kind or pa.null()):
             continue
         value_bytes, as_dictionary = _longest_value(chunk, group, again)
@@ -75,6 +76,12 @@ def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: O
             longest += -(-chunk.num_values // rows) * value_bytes
     batch_rows = min(BATCH_ROWS, BATCH_BYTES / max(mean, 1), MOST_BYTES / max(longest, 1))
     return Decoding(max(1, int(batch_rows)), tuple(dictionaries))
+
+
+def _fixed_width(file: pq.ParquetFile, place: int) -> int:
+    """Bytes of each value of a column of FIXED_LEN_BYTE_ARRAY. Not asked of other columns: Arrow's `schema` and the footer keep
+    each other, and 100 KB, until garbage is collected, and an input may have thousands of files."""
+    return int(file.metadata.schema.column(place).length)
 
 
 def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tuple[int, bool]:

@@ -23,7 +23,8 @@ from batchspec.records import TokenText
 Row = Mapping[str, Any]
 NO_TOKEN_IDS = "the job has no column token_ids; output.token_ids=true writes it"
 """Why response lines have no log-probabilities, which name the tokens of an answer."""
-Picked = Callable[[pl.LazyFrame], pl.LazyFrame]
+Picked = Callable[[pl.LazyFrame, range], pl.LazyFrame]
+"""Rows of a shard, and the input rows that it holds -> those rows that are picked."""
 
 
 def write_answers(
@@ -52,7 +53,7 @@ def rows_of(
     """
     for index in shards:
         with scanning(output.path):
-            rows = output.scan([index]) if of is None else of(output.scan([index]))
+            rows = output.scan([index]) if of is None else of(output.scan([index]), output.rows_of(index))
             there = set(rows.collect_schema().names())
             shard = rows.select([*names, *(name for name in optional if name in there)]).collect()
         yield from shard.iter_rows(named=True)
