@@ -55,8 +55,6 @@ TOK_S = 100_000
 SHARD_ROWS = 512
 """Of every job of more than 131,072 rows."""
 SLOTS, K = 256, 4
-ROUNDS = TOKENS // 2
-"""Of a row."""
 ROUNDS_A_ROW = 2
 """Rounds of a full batch per row that ends: 512 tokens at 2 per round, 128 rows in the batch."""
 POOL = 4096
@@ -80,7 +78,7 @@ class Cost(NamedTuple):
 
 def run_job(folder: Path, num_rows: int) -> Cost:
     """Run a job on `num_rows` chats; its output is in folder/out."""
-    texts = _some_texts()
+    texts = some_texts()
     job_run = open_run(_make_job(folder, num_rows, texts))
     engine = StandInEngine(texts)
     with _sampled(lambda: (_resident_mb(), _held_mb(), float(sys.getallocatedblocks()))) as samples:
@@ -101,7 +99,7 @@ def run_job(folder: Path, num_rows: int) -> Cost:
     )
 
 
-def _some_texts() -> list[str]:
+def some_texts() -> list[str]:
     """Texts of TOKENS words of 3 characters and a space: as long and as compressible as English of as many tokens."""
     random = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
@@ -155,9 +153,14 @@ class StandInTokenizer:
 class StandInEngine:
     """Ends every row at once, in the order in which slots would: a row ends when SLOTS later rows have begun."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    def __init__(self, texts: Sequence[str], tokens: int = TOKENS) -> None:
+        """
+        texts   of its answers
+        tokens  of an answer, two in a round
+        """
         random = np.random.default_rng(2)
-        self._answers = [(text, random.integers(3, 30000, TOKENS).astype(np.int32)) for text in texts]
+        self._tokens, self._rounds = tokens, tokens // 2
+        self._answers = [(text, random.integers(3, 30000, tokens).astype(np.int32)) for text in texts]
         self.batch = SimpleNamespace(num_slots=SLOTS, decodes=True)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
@@ -192,9 +195,9 @@ class StandInEngine:
         return self._prefetched.popleft() if self._prefetched else self._requests.next_ready()
 
     def _end(self, request: Request, live_rows: int) -> Completion:
-        totals = self.totals
-        totals.tokens, totals.live_rows = totals.tokens + TOKENS, live_rows
-        totals.row_rounds, totals.accepted = totals.row_rounds + ROUNDS, totals.accepted + ROUNDS
+        totals, rounds = self.totals, self._rounds
+        totals.tokens, totals.live_rows = totals.tokens + self._tokens, live_rows
+        totals.row_rounds, totals.accepted = totals.row_rounds + rounds, totals.accepted + rounds
         for _ in range(ROUNDS_A_ROW):
             totals.rounds += 1
             if self.on_round is not None:
@@ -205,9 +208,10 @@ class StandInEngine:
 
     def _completion(self, request: Request) -> Completion:
         text, token_ids = self._answers[request.row_index % POOL]
+        rounds = self._rounds
         stats = RowStats(
-            drafter="lookup", draft_len=K, num_prefills=1, num_rounds=ROUNDS, num_drafted=K * ROUNDS, num_accepted=ROUNDS,
-            num_discarded=0, histogram=(0, ROUNDS, 0, 0, 0), drafted_at=(ROUNDS,) * K, accepted_at=(ROUNDS, 0, 0, 0),
+            drafter="lookup", draft_len=K, num_prefills=1, num_rounds=rounds, num_drafted=K * rounds, num_accepted=rounds,
+            num_discarded=0, histogram=(0, rounds, 0, 0, 0), drafted_at=(rounds,) * K, accepted_at=(rounds, 0, 0, 0),
             prefill_s=0.1, decode_s=2.5, slot=request.row_index % SLOTS,
         )
         return Completion(
