@@ -94,8 +94,7 @@ def _admitted(job: Job, rows: Sequence[int]) -> Iterator[tuple[int, Request | Co
     wanted = {layout.shard_of(row) for row in there}
     for shard in job.source.shards(layout, set(range(layout.num_shards)) - wanted):
         for row in (row for row in there if layout.shard_of(row) == shard.index):
-            alone = replace(shard, first_row=row, table=shard.table.slice(row - shard.first_row, 1))
-            yield row, next(iter(job.admission.admit(alone)))
+            yield row, next(iter(job.admission.admit(shard.only(row))))
 
 
 def _asked(entry: Request | Completion, number: int, digest: str) -> ImagePiece | str:

@@ -287,9 +287,8 @@ class Admission:
 
         Raises CapacityError if the machine has too little memory to render it.
         """
-        row = replace(shard, first_row=row_index, table=shard.table.slice(row_index - shard.first_row, 1))
         try:
-            values = next(self.cells(row))
+            values = next(self.cells(shard.only(row_index)))
         except BadRow as bad:
             if bad.retryable:
                 raise CapacityError(f"{place_in_file(self.source, row_index)}: {bad}; run the same command again") from bad

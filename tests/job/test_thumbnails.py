@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +113,19 @@ def test_samples_show_their_images_and_what_is_gone_has_a_line(vl: Path, tmp_pat
     assert [shown_by(pixels) for pixels, _ in pictures(text)] == ["A", "C", "A", "B", "C", "A", "wide"]
     assert "image 1 of 2: it has changed since the row was computed" in text
     assert re.search(r"image 1 of 1: missing_image: .*image 1 is the file &#x27;c.png&#x27;", text)
+
+
+@pytest.mark.second
+def test_rows_beside_lines_that_cannot_be_read_show_their_images(vl: Path, tmp_path: Path) -> None:
+    body = {"messages": user([{"type": "image_url", "image_url": {"url": url(A)}}])}
+    lines = [
+        json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": own})
+        for name, own in (("first", body), ("bad", {"messages": 3}), ("last", body))
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert run.main(words(vl, tmp_path, f"{tmp_path}/in.jsonl", "model.vision=true", "output=openai")) == 0
+    assert [shown_by(pixels) for pixels, _ in pictures(page_of(tmp_path, again=False))] == ["A", "A"]
+    assert len((tmp_path / "out/answers.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.second

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import pyarrow as pa
@@ -68,6 +68,11 @@ class InputShard:
     """The columns that the source reads. Some of text or bytes may be dictionaries of their type, which `Source.schema` has."""
     bad: Mapping[int, Unreadable] = field(default_factory=dict)
     """Row index in the whole input -> why the row cannot be read."""
+
+    def only(self, row: int) -> InputShard:
+        """The shard with this one of its rows, which is an index in the whole input."""
+        bad = {row: self.bad[row]} if row in self.bad else {}
+        return replace(self, first_row=row, table=self.table.slice(row - self.first_row, 1), bad=bad)
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class SuspectShards:
 
     def _planned(self, shard: InputShard, row: int) -> Iterator[Request | Completion | None]:
         """`WorkPlan.rows` of one input row, with the saved work of earlier runs."""
-        one = _slice(shard, row)
+        one = shard.only(row)
         for entry in self._plan.rows(one, self._journaled.with_finished(self._job.admission.admit_compiled(one))):
             yield None if entry is None else self._journaled.known(entry)
 
@@ -195,7 +195,7 @@ class SuspectShards:
         if self._plan.carries_over(shard.index):
             return
         place = place_in_file(self._job.source, row)
-        (request_id,) = request_ids(self._job.source, self._job.columns, _slice(shard, row))
+        (request_id,) = request_ids(self._job.source, self._job.columns, shard.only(row))
         message = (
             f"{place} (id {quoted(request_id)}): {crash_count} isolated retries of this row crashed or hung at the same "
             "output position; inspect the last lines of their logs and drop the row, or compute it again with resume=error if "
@@ -244,9 +244,3 @@ def _num_tokens(entry: Request | Completion | None) -> int:
     if isinstance(entry, Request):
         return 0 if entry.resumed is None else len(entry.resumed.tokens)
     return 0 if entry.token_ids is None else len(entry.token_ids)
-
-
-def _slice(shard: InputShard, row: int) -> InputShard:
-    """One input row of the shard."""
-    bad = {row: shard.bad[row]} if row in shard.bad else {}
-    return InputShard(index=shard.index, first_row=row, table=shard.table.slice(row - shard.first_row, 1), bad=bad)
