@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchspec.errors import ConfigError, OneLine
 
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF")
-"""Formats that are read, as Pillow names them. Of a file with several frames the first is taken."""
+"""Formats that are read, as Pillow names them. Of a GIF, PNG or WebP with several frames the first is taken."""
 MOST_BYTES, MOST_PIXELS = 64 << 20, 89_478_485
 """Limits on an encoded image and on its pixels, before it is decoded. The second is Pillow's own, 256 MB of RGB."""
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag Orientation, and its values that swap width and height."""
+SUBFILE, NO_PAGE, MOST_SMALLER = 254, 0b101, 32
+"""The tag NewSubfileType of TIFF, its bits for a smaller copy and for a mask, and the number of these that a page may have."""
 
 WIDE_COLOURS = "RGB;16B"
 """Pillow's name for the pixels of a PNG with colours of 16 bits. It compares their upper 8 bits with the 16 of the one that is
@@ -55,7 +58,21 @@ def read_header(data: bytes) -> Header:
             said = "one colour of 16 bits is transparent, and colours are read with 8 bits; save it with an alpha channel"
             raise BadImage("bad_image", said)
         turns = image.format != "TIFF" and pillow().Image.getexif(image).get(ORIENTATION) in SIDEWAYS
+        if image.format == "TIFF" and _has_second_page(image):
+            raise BadImage("bad_image", "a TIFF of several pages, and one is read; make a PDF of it, or an image of each page")
         return Header(str(image.format), *((width, height) if turns else (height, width)))
+
+
+def _has_second_page(image: Any) -> bool:
+    """Whether a TIFF has another page, which a job would leave out, rather than smaller copies or a mask of the first."""
+    for number in range(1, MOST_SMALLER):
+        try:
+            image.seek(number)
+        except EOFError:
+            return False
+        if not image.tag_v2.get(SUBFILE, 0) & NO_PAGE:
+            return True
+    return True
 
 
 @contextmanager
@@ -75,7 +92,8 @@ def opened(data: bytes) -> Iterator[Image.Image]:
     except BadImage:
         raise
     except module.DecompressionBombError as error:
-        raise _large(str(error)) from None
+        found = re.search(r"\d+ pixels", str(error))  # beside Pillow's own limit, which is twice as high
+        raise _large(found[0] if found else "its pixels") from None
     except module.UnidentifiedImageError:
         if data.startswith(b"%PDF-"):
             raise BadImage("bad_image", "it is a PDF; name the file in input.path, where each page is a row") from None

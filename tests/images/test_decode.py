@@ -17,7 +17,7 @@ from PIL.ImageFile import ImageFile
 from transformers import Qwen2VLImageProcessorPil
 
 from batchspec.images.decode import decode
-from batchspec.images.header import MOST_BYTES, BadImage, read_header
+from batchspec.images.header import MOST_BYTES, SUBFILE, BadImage, read_header
 from batchspec.images.processor import Fit
 from batchspec.model.vision.blocks import merge_order
 from tests.helpers.image_models import PREPROCESSOR, picture
@@ -141,7 +141,8 @@ def png(width: int, height: int) -> bytes:
     [
         (b"", "bad_image", "begins with nothing"), (b"hello world", "bad_image", "begins with 68 65 6c 6c 6f"),
         (picture(9, 9, format="BMP"), "bad_image", "begins with 42 4d"),
-        (png(20000, 20000), "large_image", "pixels"), (png(10000, 9000), "large_image", "10000 x 9000 pixels exceed the limit"),
+        (png(20000, 20000), "large_image", r"^400000000 pixels exceed the limit of 89,478,485 pixels; make the image smaller$"),
+        (png(10000, 9000), "large_image", "10000 x 9000 pixels exceed the limit"),
         (bytes(MOST_BYTES + 1), "large_image", "bytes exceed the limit"),
     ],
 )  # fmt: skip
@@ -149,6 +150,25 @@ def test_bytes_that_are_no_usable_image_are_refused_before_they_are_decoded(data
     with pytest.raises(BadImage, match=said) as caught:
         read_header(data)
     assert caught.value.code == code
+
+
+def tiff(*pages: tuple[int, int]) -> bytes:
+    """A TIFF with pages of these sides and values of NewSubfileType."""
+    first, *others = [Image.new("RGB", (side, side)) for side, _ in pages]
+    for image, (_, kind) in zip([first, *others], pages, strict=True):
+        image.encoderinfo = {"tiffinfo": {SUBFILE: kind}}
+    out = io.BytesIO()
+    first.save(out, "TIFF", save_all=True, append_images=others, tiffinfo={SUBFILE: pages[0][1]})
+    return out.getvalue()
+
+
+def test_a_tiff_of_several_pages_is_refused_and_smaller_copies_and_masks_are_none() -> None:
+    assert read_header(tiff((8, 0))).height == 8
+    assert read_header(tiff((8, 0), (4, 1), (8, 4), (2, 1))).height == 8
+    for pages in ([(8, 0), (8, 0)], [(8, 2), (8, 2)], [(8, 0), (4, 1), (8, 0)], [(8, 0)] + [(4, 1)] * 40):
+        with pytest.raises(BadImage, match="a TIFF of several pages") as caught:
+            read_header(tiff(*pages))
+        assert caught.value.code == "bad_image"
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "TIFF"])
