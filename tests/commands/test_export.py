@@ -447,6 +447,15 @@ def test_a_dropped_key_is_not_read_by_another_one_either() -> None:
     assert parse_request(line, ["chat_template_kwargs"])["template_kwargs"] == '{"reasoning_effort": "low"}'
 
 
+def test_the_detail_of_images_may_be_dropped_and_nothing_else_of_them() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:,", "detail": "high"}}, {"type": "text", "text": "What?"}]
+    line = json.dumps(request(messages=[{"role": "user", "content": parts}]))
+    with pytest.raises(BadRequest, match=r"detail='high', which would have no effect; .*input\.drop=\[detail\]"):
+        parse_request(line, ["url", "type"])
+    (turn,) = parse_request(line, ["detail", "url"])["messages"]
+    assert turn["content"] == [{"type": "image_url", "image_url": {"url": "data:,", "detail": None}}, parts[1]]
+
+
 def test_keys_to_drop_may_be_separated_by_commas(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", [request(logprobs=True, top_logprobs=2, tool_choice="none")])
     drop = ["--drop", "logprobs,top_logprobs", "--drop", "tool_choice"]

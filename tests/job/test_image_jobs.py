@@ -32,7 +32,7 @@ from batchspec.heads.data import read_rows
 from batchspec.images import prepared_images
 from batchspec.images.header import MOST_PIXELS
 from batchspec.job.load.memory import image_bytes
-from batchspec.job.prepare import open_job
+from batchspec.job.prepare import Job, open_job
 from batchspec.job.runner.identity import job_fingerprint
 from batchspec.job.runner.shard_work import ShardWork
 from batchspec.model.spec import load_spec
@@ -490,6 +490,15 @@ def test_prompts_that_are_no_chats_and_models_without_a_vision_encoder_are_refus
     assert "allowed: bytes, struct<bytes, path>" in said
 
 
+def refusal_of(job: Job) -> str:
+    """What the error of the only row of the job says."""
+    (refused,) = job.admission.admit(next(job.source.shards(job.layout, set())))
+    assert isinstance(refused, Completion)
+    assert refused.error is not None
+    assert refused.error.code == "no_vision"
+    return refused.error.message
+
+
 def test_without_a_vision_encoder_rows_are_what_they_were(vl: Path, tmp_path: Path) -> None:
     """A column `images` that is not named is copied, and a part that is an image is an error of its row: no_vision."""
     pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "in.parquet")
@@ -503,11 +512,10 @@ def test_without_a_vision_encoder_rows_are_what_they_were(vl: Path, tmp_path: Pa
     parts = [{"type": "image_url", "image_url": {"url": url(A)}}, {"type": "text", "text": "Go"}]
     pq.write_table(pa.Table.from_pylist([{"messages": json.dumps(user(parts))}]), tmp_path / "in.parquet")
     job = open_job(compose(words(vl, tmp_path)))
-    (refused,) = job.admission.admit(next(job.source.shards(job.layout, set())))
-    assert isinstance(refused, Completion)
-    assert refused.error is not None
-    assert refused.error.code == "no_vision"
-    assert "'image_url', and the model's vision encoder is not loaded; set model.vision=true" in refused.error.message
+    assert "'image_url', and the model's vision encoder is not loaded; set model.vision=true" in refusal_of(job)
+    pq.write_table(pa.Table.from_pylist([{"messages": json.dumps(user([{"type": "image"}]))}]), tmp_path / "in.parquet")
+    said = refusal_of(open_job(compose(words(vl, tmp_path))))
+    assert "not loaded; name the column of its images, input.columns.images=COLUMN, or drop the row" in said
 
 
 @pytest.mark.second
@@ -640,12 +648,14 @@ def test_batch_requests_of_openai_may_hold_images(vl: Path, tmp_path: Path) -> N
         for name, messages in (("a", chat), ("b", small), ("c", user("none")))
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    for more, code in ((["model.vision=true"], ""), ([], "no_vision")):
+    for more, code in ((["model.vision=true"], ""), ([], "no_vision"), (["model.vision=true", "input.drop=[detail]"], "")):
         keys = [*words(vl, tmp_path, *more, "output.overwrite=true"), f"input.path={tmp_path}/in.jsonl"]
         assert run.main([word for word in keys if not word.endswith("/in.parquet")]) == 0
         found = written(tmp_path)
-        assert [code_of(row)[0] for row in found] == [code, "bad_request", ""]
-        assert "detail='low', which would have no effect" in code_of(found[1])[1]
+        dropped = "input.drop=[detail]" in more
+        assert [code_of(row)[0] for row in found] == [code, "" if dropped else "bad_request", ""]
+        assert ("detail='low', which would have no effect" in code_of(found[1])[1]) != dropped
+        assert (found[1].get("image_digest") == expected["image_digest"]) == dropped
         assert found[0]["token_ids"] == (None if code else expected["token_ids"])
         assert found[0].get("image_digest") == (None if code else expected["image_digest"])
 

@@ -45,6 +45,8 @@ IMAGE_MARK = "<image>"
 IMAGE_PART = {"type": "image"}
 _OF_IMAGES = ("image", "image_url")
 """Types of parts that are images: of OpenAI's requests and of Qwen's chats."""
+DETAIL = "detail"
+"""OpenAI's name for how many tokens an image has."""
 
 
 class FromColumn:
@@ -193,14 +195,20 @@ def _image(place: int, part: Any, role: str, images: list[Any] | None) -> Any:
         raise BadChat(f"{where}, and batchspec takes texts and images alone; drop the row")
     if role not in ("user", "tool"):
         raise BadChat(f"{where} with role {role[:40]!r}, and images are read of the roles user and tool alone; drop the row")
-    if images is None:
-        raise NoVision(f"{where}, and the model's vision encoder is not loaded; set model.vision=true, or drop the row")
     found = part.get(kind)
+    if images is None:
+        loads = "name the column of its images, input.columns.images=COLUMN" if found is None else "set model.vision=true"
+        raise NoVision(f"{where}, and the model's vision encoder is not loaded; {loads}, or drop the row")
     _refuse_other(where, part, ("type", kind))
     if kind == "image":
         return FromColumn() if found is None else found
     if isinstance(found, dict):
-        _refuse_other(f"{where} whose image_url", found, ("url",) if found.get("detail") != "auto" else ("url", "detail"))
+        if (detail := found.get(DETAIL)) not in (None, "auto"):
+            raise BadChat(
+                f"{where} with detail={str(detail)[:40]!r}, which would have no effect; limit pixels by input.max_pixels or a "
+                "column max_pixels, and leave it out (of OpenAI's requests: input.drop=[detail])"
+            )
+        _refuse_other(f"{where} whose image_url", found, ("url", DETAIL))
         return found.get("url")
     return found
 

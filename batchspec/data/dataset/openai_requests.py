@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.data.dataset.json_text import parse
-from batchspec.data.dataset.messages import BadChat, FromColumn, Message, read_chat
+from batchspec.data.dataset.messages import DETAIL, BadChat, FromColumn, Message, read_chat
 from batchspec.data.dataset.openai_keys import (
     ADDS_ANSWER,
     COLUMNS,
@@ -104,7 +104,7 @@ def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError) as error:
         raise _no_request(error) from error
     check_finite("messages", messages)
-    row: dict[str, Any] = {"messages": _messages(messages)}
+    row: dict[str, Any] = {"messages": _messages(messages, drop)}
     row |= _prefix(messages) if messages else {}
     keys: dict[str, str] = {}
     for key, value in body.items():
@@ -203,7 +203,7 @@ def _template_kwargs(body: Line) -> dict[str, Any]:
     return {**kwargs, **{key: body[key] for key in OF_TEMPLATE if body.get(key) is not None}}
 
 
-def _messages(turns: Any) -> list[Message]:
+def _messages(turns: Any, drop: Collection[str]) -> list[Message]:
     if not isinstance(turns, list):
         raise BadRequest("body.messages is not a list of messages; write objects with role and content")
     for i, turn in enumerate(turns):
@@ -213,7 +213,7 @@ def _messages(turns: Any) -> list[Message]:
             raise BadRequest(
                 f"body.messages[{i}].{shown(other[0])} has no place in a batchspec input; leave the line out or rewrite it"
             )
-    turns, images = [_only_read(turn) for turn in turns], list[Any]()
+    turns, images = [_only_read(turn, drop) for turn in turns], list[Any]()
     try:
         found = read_chat(turns, final="continue", images=images)
     except BadChat as error:
@@ -223,9 +223,19 @@ def _messages(turns: Any) -> list[Message]:
     return turns if images else found  # admission reads the images
 
 
-def _only_read(turn: Any) -> Any:
-    """The message with the keys that chat templates read."""
-    return {key: value for key, value in turn.items() if key in TURN_KEYS} if isinstance(turn, dict) else turn
+def _only_read(turn: Any, drop: Collection[str]) -> Any:
+    """The message with the keys that chat templates read, its images without the detail that `drop` names."""
+    if not isinstance(turn, dict):
+        return turn
+    found = {key: value for key, value in turn.items() if key in TURN_KEYS}
+    if DETAIL in drop and isinstance(parts := found.get("content"), list):
+        found["content"] = [_without_detail(part) for part in parts]
+    return found
+
+
+def _without_detail(part: Any) -> Any:
+    url = part.get("image_url") if isinstance(part, dict) else None
+    return {**part, "image_url": {**url, DETAIL: None}} if isinstance(url, dict) else part
 
 
 def filled(row: Line) -> set[str]:
