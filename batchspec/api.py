@@ -107,5 +107,6 @@ def generate(
         frames = {done.shard.index: work.frame(done.shard, done.completions) for done in decode_shards(loaded, monitor, work)}
     frame = pl.concat([frames[index] for index in sorted(frames)])
     errors = frame.filter(pl.col("status") == "error")
-    check_errors(opened, errors["row_index"].n_unique(), all_failed=errors.height == frame.height)
+    failed = errors["error"][0]["message"] if 0 < errors.height == frame.height else None
+    check_errors(opened, errors["row_index"].n_unique(), failed=failed)
     return frame

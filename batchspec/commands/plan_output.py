@@ -86,7 +86,7 @@ def found_output(job: Job, *, lacks_gpu: bool) -> FoundOutput | None:
             return None
         run = checked_run(job)
         if run.found_complete:
-            check_all_errors(run.job, job_stats(run.folder.path))
+            check_all_errors(run.job, run.folder, job_stats(run.folder.path))
         else:
             run.job_to_load()
     except BatchspecError as error:

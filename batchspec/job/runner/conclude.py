@@ -17,6 +17,7 @@ from batchspec.errors import Interrupted, StorageError
 from batchspec.job.prepare import Job
 from batchspec.job.report.answers import NO_TOKEN_IDS, write_answers
 from batchspec.job.report.card import dataset_card
+from batchspec.job.report.error_rows import first_errors
 from batchspec.job.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.job.report.push import push_command, push_output
 from batchspec.job.report.stats import JobStats, job_stats
@@ -51,7 +52,7 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
             raise Interrupted(line) from None
         terminal.say(line)
         if stats is not None:
-            check_all_errors(job, stats)
+            check_all_errors(job, output, stats)
         return
     errors = stats.by_status.get("error", 0)
     if errors:
@@ -65,7 +66,7 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
         advice = "; resume=length and a larger decode.max_new_tokens continue those that it cut off"
         cut = stats.by_finish_reason.get("length", 0)
         terminal.say(f"{output.path}: {counted(truncated, 'truncated completion')}{advice if cut else ''}")
-    check_all_errors(job, stats)
+    check_all_errors(job, output, stats)
     terminal.say(f"inspect it:  batchspec stats {for_shell(output.path)}")
     exactly = ", glob=False" if has_magic(output.path) else ""
     code = f"import polars; print(polars.read_parquet({json.dumps(f'{output.path}/data')}{exactly}))"
@@ -80,9 +81,12 @@ def _pushed(output: OutputFolder, repo: str, keys: OutputConfig) -> Pushed:
         raise StorageError(f"all rows are committed but not pushed: {error}, or: {alone}") from error
 
 
-def check_all_errors(job: Job, stats: JobStats) -> None:
+def check_all_errors(job: Job, output: OutputFolder, stats: JobStats) -> None:
     """Raises TooManyErrors for a complete job with too many error rows. stats: of its rows."""
-    check_errors(job, stats.error_rows, all_failed=stats.by_status.get("error", 0) == stats.completions)
+    failed = None
+    if 0 < stats.completions == stats.by_status.get("error", 0):
+        _, failed = min((rows[0].row_index, rows[0].message) for rows in first_errors(output).values())
+    check_errors(job, stats.error_rows, failed=failed)
 
 
 def finish(job: Job, output: OutputFolder, stats: JobStats, *, again: bool) -> None:

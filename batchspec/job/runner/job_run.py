@@ -50,16 +50,17 @@ def open_run(job: Job, attempt: str | None = None) -> FoundRun:
     return FoundRun(job, folder, new_retry(job, folder) or new_extension(job, folder))
 
 
-def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None:
+def check_errors(job: Job, num_errors: int, *, failed: str | None = None) -> None:
     """Raises TooManyErrors if the share of rows with errors exceeds input.max_error_fraction, or every completion is an error.
 
     num_errors  input rows with at least one error completion
+    failed      the first error if every completion is one
     """
     rows = job.layout.num_rows
-    if all_failed:
+    if failed is not None:
         raise TooManyErrors(
-            f"every completion of all {rows} rows is an error; inspect the `error` column of the output, then correct the input, "
-            "input.columns or the chat template"
+            f"every completion of all {rows} rows is an error, the first one this: {failed}. Inspect the `error` column of the "
+            "output, then correct the input, input.columns or the chat template"
         )
     if not job.config.input.allows(num_errors, rows):
         raise TooManyErrors(
