@@ -578,7 +578,7 @@ def test_a_job_of_nothing_but_error_rows_ends_with_exit_code_3_whatever_the_frac
         said = capsys.readouterr().err
         all_failed = "every completion of all" in said
         assert all_failed == name.startswith(("all", "one of one")), said
-        first = f"is an error, the first one this: {name}.parquet row 0 (id 'q0'): prompt is empty; drop the row."
+        first = f"the first one this: {name}.parquet row 0 (id 'q0'): prompt is empty; drop the row\n"
         assert said.count(first) == 2 * all_failed
         assert pl.read_parquet(out / "data").height == count
 

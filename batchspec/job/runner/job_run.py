@@ -58,10 +58,8 @@ def check_errors(job: Job, num_errors: int, *, failed: str | None = None) -> Non
     """
     rows = job.layout.num_rows
     if failed is not None:
-        raise TooManyErrors(
-            f"every completion of all {rows} rows is an error, the first one this: {failed}. Inspect the `error` column of the "
-            "output, then correct the input, input.columns or the chat template"
-        )
+        said = f"every completion of all {rows} rows is an error (column `error` of the output), the first one this: {failed}"
+        raise TooManyErrors(said)
     if not job.config.input.allows(num_errors, rows):
         raise TooManyErrors(
             f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction="
