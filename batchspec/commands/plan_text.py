@@ -133,10 +133,8 @@ class Plan:
 
     def _encoder(self) -> str:
         images, num = self.images, self.images.num_processes
-        return (
-            f"{duration(images.encoder_s)}; meanwhile {num} process{'es' * (num > 1)} decode and resize them, "
-            f"{duration(images.worker_s / num)}"
-        )
+        work = "1 process decodes and resizes" if num == 1 else f"{num} processes decode and resize"
+        return f"{duration(images.encoder_s)}; meanwhile {work} images, {duration(images.worker_s / num)}"
 
     def _thinking(self) -> list[str]:
         think, decode = self.job.admission.settings.think, self.job.config.decode

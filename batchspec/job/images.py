@@ -30,11 +30,13 @@ def with_images(config: RunConfig, columns: ColumnMap) -> tuple[RunConfig, Colum
         if mapped := [name for name in ("min_pixels", "max_pixels") if columns.get(name) is not None]:
             raise ConfigError(f"input.columns.{mapped[0]}={columns.get(mapped[0])} {NO_EFFECT}")
         return config, columns
-    why = "model.vision=true" if column is None else f"input.columns.images={column}"
+    why, instead = "model.vision=true" if column is None else f"input.columns.images={column}", "remove the key"
+    if column is not None and config.input.columns.get(IMAGES) is None:
+        why, instead = "pages of PDFs", "set input.columns.images=null"
     if columns.prompt_kind == "prompt_ids" or (columns.prompt_kind == "prompt" and not config.input.chat):
         raise ConfigError(
             f"{why}: images are read in chats, and the prompts of this input are {columns.prompt_kind}; set input.chat=true, "
-            "give messages, or remove the key"
+            f"give messages, or {instead}"
         )
     return replace(config, model=replace(config.model, vision=True)), replace(columns, has_images=True)
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.config.values import logit_bias
+from batchspec.data.dataset.columns import IMAGES
 from batchspec.data.dataset.json_text import BadJson, BadText, called, parse
 from batchspec.data.dataset.messages import BadChat, messages_of, without_nulls
 from batchspec.data.dataset.untyped_columns import is_csv, json_kinds, value_of
@@ -53,14 +54,14 @@ def _cell_value(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
         value = value_of(cell, field, number=option is not None and option.is_number, optional=not is_prompt)
         if name == "messages":
             value = messages_of(value)
-        elif option is not None and option.column.type == "texts" and is_csv(field):
+        elif (name == IMAGES or (option is not None and option.column.type == "texts")) and is_csv(field):
             value = _listed(value)
     except BadChat as error:
         raise BadRow("bad_messages", str(error)) from None
     except BadJson as error:
         raise BadRow("bad_text" if isinstance(error, BadText) else "bad_json", f"{name}: {error}; correct it") from None
     if json_kinds(field):
-        is_text = name == "system" if option is not None else name not in ("id", "messages", "prompt_ids")
+        is_text = name == "system" if option is not None else name not in ("id", "messages", "prompt_ids", IMAGES)
         if is_text and value is not None and not isinstance(value, str):
             raise BadRow("bad_type", f"{name} is {called(value)}, and must be text; correct it or drop the row")
         return value

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from batchspec.console.text import quoted
+from batchspec.console.text import counted, quoted
 from batchspec.data.dataset.image_files import MISSING_IMAGE, ImageFiles
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
@@ -28,6 +28,8 @@ from batchspec.packing.cells import number_option
 from batchspec.records import Ids, ImagePiece
 
 _BASE64 = ";base64,"
+_BASE64_HEADS, _LONG = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD", "SUkq", "TU0AK"), 200
+"""How the base64 of each format of FORMATS begins, and a length that is no path's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,8 @@ class PromptImages:
             named = "" if self.from_column else ", or name the column: input.columns.images=COLUMN"
             raise BadRow(
                 "image_count",
-                f"the chat has {marks} places for images ({{type: image}} or {IMAGE_MARK}), and the row's column has "
-                f"{len(column)} images; correct the row{named}",
+                f"the chat has {counted(marks, 'place')} for images ({{type: image}} or {IMAGE_MARK}), and the row's column has "
+                f"{counted(len(column), 'image')}; correct the row{named}",
             )
         left = iter(column)
         return turns, [
@@ -105,16 +107,18 @@ class PromptImages:
         if isinstance(given, bytes | bytearray | memoryview):
             return bytes(given)
         if given is None or given == "":
-            raise BadRow(MISSING_IMAGE, f"image {number} is null; give its bytes, or take its part out of the chat")
+            raise BadRow(MISSING_IMAGE, f"image {number} is null or empty; give its bytes, or take its part out of the chat")
         if not isinstance(given, str):
             raise BadRow("bad_image", f"image {number} must be bytes, {{bytes, path}}, a path or a data URL; correct it")
         if given.startswith("data:"):
             return of_data_url(given, number)
+        if len(given) > _LONG and given.startswith(_BASE64_HEADS):
+            raise BadRow("bad_image", f"image {number} is base64 without a head; write data:image/png;base64, before it")
         if self.files is not None:
             return self.files.read(given, number, MOST_BYTES + 1)
         said = "the path {}, and input.image_root is not set; set it, or give the image's bytes"
         if "://" in given:
-            said = "the URL {}, and URLs are not downloaded; give its bytes"
+            said = "the URL {}, and URLs are not downloaded; give its bytes, or a path below input.image_root"
         raise BadRow(MISSING_IMAGE, f"image {number} is {said.format(quoted(given[:80]))}")
 
     def expanded(self, ids: Ids, images: Sequence[bytes | PdfPage], row: Mapping[str, Any]) -> Prompt:

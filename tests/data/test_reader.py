@@ -165,7 +165,11 @@ def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: 
         ),
         (lambda d: d / "*.parquet", "no data file there"),
         (lambda d: d, "no data file there"),
-        (lambda d: (d / "in.txt").write_text("x") and d / "in.txt", "is not that of a data file"),
+        (lambda d: (d / "in.txt").write_text("x") and d / "in.txt", "is not that of a data file; names end in one of"),
+        *(
+            (lambda d, entry=entry: (d / "a.JPG").write_text("x") and d / entry, f"{said}; images are no rows: .*image_root")
+            for entry, said in (("a.JPG", "data file"), ("*.JPG", "file there"), (".", "file there"))
+        ),
         (lambda d: write(d / "in.parquet", numbered(0, 0)), "no rows"),
         (lambda d: (d / "in.parquet").write_bytes(b"PAR1 cut") and d / "in.parquet", "in.parquet: cannot be read"),
         (lambda d: (d / "in.jsonl").write_text("\n \n") and d / "in.jsonl", "no rows"),

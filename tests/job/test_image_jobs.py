@@ -168,13 +168,35 @@ def test_every_form_of_an_image_gives_the_same_tokens(vl: Path, tmp_path: Path) 
     assert all(one["error"] is None for one in answers)
 
 
+@pytest.mark.parametrize("form", ["in.jsonl", "in.csv"])
+def test_cells_of_text_files_hold_one_path_or_a_list_of_paths(form: str, vl: Path, tmp_path: Path) -> None:
+    for name, data in (("a.png", A), ("b.png", B)):
+        (tmp_path / name).write_bytes(data)
+    cells: list[Any] = ["a.png", ["a.png", "b.png"], []]
+    rows = [{"prompt": "What?", "pic": one} for one in cells]
+    if form == "in.csv":
+        texts = [one if isinstance(one, str) else json.dumps(one) for one in cells]
+        pl.DataFrame({"prompt": ["What?"] * 3, "pic": texts}).write_csv(tmp_path / form)
+    else:
+        (tmp_path / form).write_text("\n".join(map(json.dumps, [*rows, {"prompt": "What?", "pic": 5}])))
+    keys = ("input.columns={images:pic}", "input.chat=true", f"input.image_root={tmp_path}", f"input.path={tmp_path}/{form}")
+    job = open_job(compose([one for one in words(vl, tmp_path, *keys) if not one.endswith("in.parquet")]))
+    found = list(job.admission.admit(next(job.source.shards(job.layout, set()))))
+    assert [len(one.images) for one in found if isinstance(one, Request)] == [1, 2, 0]
+    refused = [one.error.message for one in found if isinstance(one, Completion) and one.error]
+    assert len(refused) == (form == "in.jsonl")
+    assert all("image 1 must be bytes, {bytes, path}, a path or a data URL" in one for one in refused)
+
+
 BAD: tuple[tuple[str, Any, Any, str, str], ...] = (
-    ("marks", user("<image> <image>"), [A], "image_count", "2 places .* column has 1 images"),
-    ("no mark", user("hello"), [A], "image_count", "0 places .* column has 1 images"),
-    ("no image", user("<image>"), None, "image_count", "1 places .* column has 0 images"),
+    ("marks", user("<image> <image>"), [A], "image_count", "2 places .* column has 1 image;"),
+    ("no mark", user("hello"), [A], "image_count", "0 places .* column has 1 image;"),
+    ("no image", user("<image>"), None, "image_count", "1 place for .* column has 0 images"),
     ("null", user("<image>"), [None], "missing_image", "image 1 is null"),
     ("name", user("<image>"), ["cats/1.png"], "missing_image", "'cats/1.png', and input.image_root is not set"),
     ("url", user("<image>"), ["https://x.org/1.png"], "missing_image", "URLs are not downloaded"),
+    ("bare", user("<image>"), [url(A).partition(",")[2]], "bad_image", "base64 without a head; write data:image/png;base64,"),
+    ("empty", user("<image>"), [""], "missing_image", "image 1 is null or empty"),
     ("base64", user("<image>"), ["data:image/png;base64,!!"], "bad_image", "base64 is not valid"),
     ("text", user("<image>"), ["data:text/plain;base64,aGk="], "bad_image", "is a URL that begins with"),
     ("format", user("<image>"), [url(b"hello")], "bad_image", "begins with 68 65 6c 6c 6f"),
@@ -670,9 +692,9 @@ def test_plan_counts_images_and_their_tokens(
     assert cli.main(["plan", *keys]) == 0
     said = capfd.readouterr().out
     assert re.search(r"\nimages       2, 39 tokens on average, \d+% of all prompt tokens\n", said)
-    assert re.search(r"\nencoder      .*; meanwhile 30 processes decode and resize them, ", said)
+    assert re.search(r"\nencoder      .*; meanwhile 30 processes decode and resize images, ", said)
     assert cli.main(["plan", *keys, "cluster.workers=4"]) == 0
-    assert re.search(r"\nencoder      .*; meanwhile 8 processes decode and resize them, ", capfd.readouterr().out)
+    assert re.search(r"\nencoder      .*; meanwhile 8 processes decode and resize images, ", capfd.readouterr().out)
     assert cli.main(["plan", "--json", *keys, "decode=sampled", "decode.n=2"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert (facts["images"], facts["image_tokens"]) == (4, 156)

@@ -157,7 +157,7 @@ def test_a_page_of_a_pdf_that_changes_meanwhile_is_never_committed(
 def test_pages_need_a_chat_and_a_model_that_reads_images(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.pdf").write_bytes(make_pdf(PAGES))
     for more, said in (
-        (["input.chat=false"], "input.columns.images=image: images are read in chats"),
+        (["input.chat=false"], "pages of PDFs: images are read in chats, and"),
         (["input.prompt=null"], "pages of PDFs have no prompts; set input.prompt=TEXT and input.chat=true"),
     ):
         assert run.main([*words(model, tmp_path, f"{tmp_path}/a.pdf"), *more]) == 2

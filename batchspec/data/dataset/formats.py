@@ -22,6 +22,8 @@ CSV, PDF = (".csv",), (".pdf",)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = f"{', '.join(PARQUET + ARROW + JSON_LINES + CSV + PDF)}; text may be compressed: .jsonl{', .jsonl'.join(CODECS)}"
 """For messages."""
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff")
+"""Ends of names of images, which rows name, but which are no rows."""
 _MAGIC = {
     b"\x1f\x8b": "gzip data; let its name end in .gz",
     b"\x28\xb5\x2f\xfd": "zstd data; let its name end in .zst",

@@ -46,7 +46,7 @@ class ImageFiles:
         where = f"image {number} is the file {quoted(path[:200])}"
         inner = path.removeprefix(f"{str(self.place).rstrip('/')}/") if isinstance(self.place, RemotePlace) else path
         if "://" in inner:
-            said = f"the URL {quoted(path[:80])}, and URLs are not downloaded; give its bytes"
+            said = f"the URL {quoted(path[:80])}, and URLs are not downloaded; give its bytes, or a path below input.image_root"
             raise BadRow(MISSING_IMAGE, f"image {number} is {said}")
         try:
             if isinstance(self.place, RemotePlace):

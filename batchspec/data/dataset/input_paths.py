@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from glob import escape, has_magic
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from batchspec.data.dataset.dataset_folders import DataFiles, data_files, splits_of
 from batchspec.data.dataset.files import reading
-from batchspec.data.dataset.formats import KNOWN, format_of
+from batchspec.data.dataset.formats import IMAGES, KNOWN, format_of
 from batchspec.data.dataset.hub_splits import files_of_split, one_split
 from batchspec.data.storage.local_tree import is_hidden
 from batchspec.data.storage.places import LocalPlace, Place, RemotePlace, matches, place_of
@@ -154,7 +154,7 @@ def _found(place: Place, entry: str, config_name: str | None, split: str | None)
         )
     if is_file:
         if format_of(place.path) is None:
-            raise InputError(f"input.path {entry}: the file's name is not that of a data file; names end in one of {KNOWN}")
+            raise _no_data(entry, "the file's name is not that of a data file", [place])
         return place.path.parent, DataFiles([place])
     if is_folder:
         root, data = place.path, data_files(place, place.files(), entry)
@@ -169,8 +169,19 @@ def _found(place: Place, entry: str, config_name: str | None, split: str | None)
         raise _missing(place, entry)
     if not data.files:
         place.check_bucket()
-        raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
+        raise _no_data(entry, "no data file there", place.files() if is_folder else place.glob()[1])
     return root, data
+
+
+def _no_data(entry: str, problem: str, places: Iterable[Place]) -> InputError:
+    """places: what the entry names instead of data files."""
+    advice = f"names end in one of {KNOWN}"
+    if any(place.path.suffix.lower() in IMAGES for place in places):
+        advice = (
+            "images are no rows: let input.path be a table (Parquet, JSON lines, CSV) with a column of their names, which "
+            "input.columns.images names, and input.image_root their folder"
+        )
+    return InputError(f"input.path {entry}: {problem}; {advice}")
 
 
 def _missing(place: Place, entry: str) -> InputError:
