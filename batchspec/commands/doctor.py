@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from batchspec.checkpoint.config_values import read_json
 from batchspec.checkpoint.files import stored_tensors
 from batchspec.checkpoint.hub import find_model
 from batchspec.commands.card_text import about, launches, paths
@@ -21,17 +24,24 @@ from batchspec.draft.head import products as head_products
 from batchspec.draft.mtp_head import products as mtp_products
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
 from batchspec.draft.weights import drafts_blocks, dummy_spec, has_usual_heads, open_head
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.card import assumed, card_of
 from batchspec.model.dtype import dtype_name, resolve_dtype
 from batchspec.model.families.shapes import DRAFT_VOCAB, SHAPES, shape_spec
 from batchspec.model.layers.attention.flash import SHORT, flashinfer
 from batchspec.model.products import products
 from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.vision.registry import load_vision
 from batchspec.packing.device_memory import free_memory
 from batchspec.tuning.cards import KnownCard, check_card, known_card
 from batchspec.tuning.table import Product, save, tune, tuned_products
 from batchspec.version import __version__
+
+_OF_IMAGES = {
+    "PIL": "none is read: Pillow is missing; pip install 'pillow>=11'",
+    "pypdfium2": "no PDF is read: pypdfium2 is missing; pip install 'pypdfium2>=5,<6'",
+}
+"""Modules that images need, as in pyproject.toml's extras `images` and `pdf`, and what it costs that one is missing."""
 
 
 def main(argv: list[str]) -> int:
@@ -53,6 +63,8 @@ def main(argv: list[str]) -> int:
         )
         if spec is not None:
             terminal.show(f"model {args.model}: {_size(spec, cpu)}")
+            for line in _images(args.model):
+                terminal.show(f"images: {line}")
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
     if args.tune:
@@ -163,4 +175,22 @@ def _report(args: argparse.Namespace, device: torch.device, spec: ModelSpec | No
         rest = f"; {how}: {', '.join(missing)}; batchspec doctor --tune times them" if missing else ""
         size = _size(spec, device)
         lines.append(f"model     {args.model}: {size}; {len(wanted) - len(missing)} of {len(wanted)} products tuned{rest}")
+        lines += [f"images    {one}" for one in _images(args.model)]
     return lines
+
+
+def _images(model: str) -> Iterator[str]:
+    """Whether this machine can read images for a model, and what that lacks; nothing about a shape or a model of text."""
+    if model in SHAPES or Path(model).is_file():
+        return
+    folder = find_model(model, key="MODEL").folder
+    config = read_json(folder / "config.json")
+    if "vision_config" not in config:
+        return
+    try:
+        load_vision(folder)
+    except CheckpointError as error:
+        yield f"not read: {error}"
+        return
+    missing = [said for module, said in _OF_IMAGES.items() if find_spec(module) is None]
+    yield "; ".join(missing) or "those of rows and pages of PDFs are read"

@@ -25,6 +25,7 @@ from batchspec.model.products import products
 from batchspec.tuning import table as tuning
 from batchspec.tuning.table import Product, save
 from tests.helpers.block_heads import BlockDesign, random_block, write_block
+from tests.helpers.image_models import make_image_model
 
 GPU = "NVIDIA Imaginary 100"
 TILE = Tile(64, 128, 64, 4, 4, True)
@@ -96,6 +97,34 @@ def test_a_machine_without_a_gpu_is_said_in_one_line(capsys: pytest.CaptureFixtu
     refused = capsys.readouterr().err
     assert refused.startswith("batchspec: doctor --tune times matrix products on a GPU, and torch sees none")
     assert refused.count("\n") == 1
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("machine", ["gpu", "no_gpu"])
+def test_what_a_model_of_images_lacks_is_named(
+    machine: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    request.getfixturevalue(machine)
+    text, vl = tmp_path / "text", make_image_model(tmp_path / "vl", "qwen3_vl")
+    text.mkdir()
+    (text / "config.json").write_text(json.dumps(TINY))
+
+    def said(folder: Path) -> list[str]:
+        assert cli.main(["doctor", str(folder)]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("images")]
+
+    assert said(text) == []
+    assert [line.split(maxsplit=1)[1] for line in said(vl)] == ["those of rows and pages of PDFs are read"]
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "pypdfium2" else name)
+    assert [line.split(maxsplit=1)[1] for line in said(vl)] == [doctor._OF_IMAGES["pypdfium2"]]
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    assert all(one in said(vl)[0] for one in doctor._OF_IMAGES.values())
+    (vl / "preprocessor_config.json").unlink()
+    assert re.search(r"not read: .*no preprocessor_config\.json, which says how images are resized", said(vl)[0])
+    extras = (Path(doctor.__file__).parents[2] / "pyproject.toml").read_text()
+    for line in doctor._OF_IMAGES.values():
+        assert f'"{line.split("pip install ")[1].strip(chr(39))}"' in extras
 
 
 @pytest.mark.usefixtures("gpu")
