@@ -6,6 +6,7 @@
   glm_processor.py  the same of GLM-OCR's kind, whose limits count the pixels of several frames
   gemma4_processor.py   the same of Gemma 4, whose images get as many tokens as fit a limit, between two of text
   decode.py     an encoded image as RGB of that size
+  encode.py     an image of Pillow as an encoded one
   pdf.py        pages of PDFs (pdf_page.py): their sizes, and RGB of that size; pdf_process.py: the process that lists them
   prepared_images.py  pixels of rows that will enter their slots soon; decode_process.py: the processes that make them;
                 shared_blocks.py: the memory that they share

@@ -286,7 +286,7 @@ def test_integers_beyond_64_bits_in_memory_are_copied_as_text_as_from_json_lines
 def test_values_that_arrow_cannot_hold_are_refused() -> None:
     """polars would write the addresses of objects."""
     for rows in (pl.DataFrame({"prompt": ["a"], "x": [object()]}), [{"prompt": "a", "x": {1, 2}}]):
-        with pytest.raises(InputError, match="column 'x' holds Python objects; give plain values"):
+        with pytest.raises(InputError, match=r"column 'x' holds Python objects \((object|set)\); give plain values"):
             table_of(rows)
     with pytest.raises(InputError, match=r"prompt: String, x: Int128 do not make an Arrow table \(.*\); cast the column"):
         table_of(pl.DataFrame({"prompt": ["a"], "x": pl.Series([1], dtype=pl.Int128)}))

@@ -272,7 +272,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tool_calls.form",
     },
     "data.runstate": {"data.dataset", "data.storage"},
-    "data.dataset": {"data.storage"},
+    "data.dataset": {"data.storage", "images.encode"},
     "structured": {"tool_calls.form", "tool_calls.marks"},
     "tool_calls": {"data.dataset.json_text"},
     "automata": set(),

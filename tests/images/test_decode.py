@@ -17,6 +17,7 @@ from PIL.ImageFile import ImageFile
 from transformers import Qwen2VLImageProcessorPil
 
 from batchspec.images.decode import decode
+from batchspec.images.encode import encode, is_image
 from batchspec.images.header import MOST_BYTES, SUBFILE, BadImage, read_header
 from batchspec.images.processor import Fit
 from batchspec.model.vision.blocks import merge_order
@@ -63,6 +64,31 @@ def test_pixels_are_those_of_transformers_bit_for_bit(data: Any, height: int, wi
     format = data.draw(st.sampled_from(sorted(FORMATS)))
     encoded = made(data.draw(st.sampled_from(FORMATS[format])), format, height, width, seed, turn)
     assert torch.equal(ours(encoded), theirs(encoded))
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 40), st.integers(1, 40), st.integers(0, 99), st.integers(1, 8))
+def test_an_image_of_pillow_has_the_pixels_of_its_file(data: Any, height: int, width: int, seed: int, turn: int) -> None:
+    format = data.draw(st.sampled_from(sorted(FORMATS)))
+    file = made(data.draw(st.sampled_from(FORMATS[format])), format, height, width, seed, turn)
+    image = Image.open(io.BytesIO(file))
+    again, header = encode(image), read_header(file)
+    assert read_header(again).height == header.height
+    fit = Fit(header.height, header.width)
+    assert (decode(again, fit) == decode(file, fit)).all()
+    assert is_image(image)
+    assert not is_image(file)
+
+
+def test_an_image_of_pillow_with_sixteen_bits_stays_what_it_is_and_one_that_no_file_holds_is_refused() -> None:
+    wide = Image.fromarray(np.array([[0, 300, 65535]], np.uint16))
+    wide.info["transparency"] = 300
+    assert decode(encode(wide), Fit(1, 3))[0, :, 0].tolist() == [0, 255, 255]
+    with pytest.raises(BadImage, match="mode F"):
+        decode(encode(Image.new("F", (2, 2))), Fit(2, 2))
+    for image in (Image.new("HSV", (2, 2)), Image.open(io.BytesIO(picture(40, 40)[:-200]))):
+        with pytest.raises(BadImage, match=r"an image of mode .* cannot be encoded .*; convert it to RGB"):
+            encode(image)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])

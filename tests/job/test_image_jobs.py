@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLImageProcessorPil
 
@@ -768,6 +770,10 @@ def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> 
             found = engine.generate(rows)
             assert found["token_ids"].to_list() == tokens[0]
             assert engine.generate([{**plain[0], "images": None}])["token_ids"].to_list() == alone
+        opened = [Image.open(io.BytesIO(one)) for one in (A, B, A)]
+        columns = {"messages": [one["messages"] for one in rows], "images": opened}
+        for data in (columns, [{**one, "images": [image]} for one, image in zip(rows, opened, strict=True)]):
+            assert engine.generate(data)["token_ids"].to_list() == tokens[0]
         assert found.schema == engine.generate(pl.DataFrame(rows).clear()).schema
         streamed = {one.row_index: one.token_ids.tolist() for one in engine.stream(rows) if one.token_ids is not None}
         assert [streamed[place] for place in range(3)] == tokens[0]
@@ -788,4 +794,7 @@ def test_chats_with_data_urls_need_model_vision_in_a_warm_engine(vl: Path) -> No
     for more, code in (([], "no_vision"), (["model.vision=true"], None)):
         with batchspec.Engine(overrides=[*keys, *more]) as engine:
             (row,) = engine.generate(rows).to_dicts()
+            parts = [{"type": "image", "image": Image.open(io.BytesIO(A))}]
+            (of_pillow,) = engine.generate([{"messages": user(parts)}]).to_dicts()
         assert (row["error"] and row["error"]["code"]) == code
+        assert of_pillow["token_ids"] == row["token_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 from batchspec.data.dataset.json_text import json_of
 from batchspec.data.dataset.untyped_columns import Kinds, build
 from batchspec.errors import InputError
+from batchspec.images.encode import HEAD, encode, is_image
 
 _JSON = (bool, int, float, str, list, tuple, Mapping, np.bool_, np.number)
 """Types of values that JSON has, null's aside, and of NumPy's numbers, which are read as Python's."""
@@ -27,6 +29,7 @@ def table_of(data: Any, no_rows: Callable[[], pa.Table] = lambda: pa.table({"pro
 
     no_rows  makes the table of an empty list, which may be one of texts, chats or dictionaries
     What an iterator yields is a list; an exception of it reaches the caller as it is.
+    Images of Pillow, also in lists and in chats, become encoded ones.
     A list of dictionaries, and a dictionary of lists, is read as JSON lines are: a column with dictionaries, lists of lists or
     values of several kinds keeps each cell's JSON text, so that no row changes another row's value. A list of strings becomes the
     column `prompt`, a list of lists of messages the column `messages`; some of them may be None. Raises InputError.
@@ -90,6 +93,7 @@ def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
     """JSON values become what JSON lines make of them, in every column; values of one other type keep that type."""
     for name in columns:
         _check_name(name)
+    columns = {name: _with_encoded(name, values) for name, values in columns.items()}
     own = {name: values for name, values in columns.items() if _has_own_type(values)}
     # As rows: polars takes more kinds of values so than as columns, and does not lose time zones.
     typed = _typed([dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)])
@@ -103,6 +107,23 @@ def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
             made.append(_of_json(name, values))
     fields, arrays = zip(*made, strict=True)
     return pa.table(list(arrays), schema=pa.schema(fields))
+
+
+def _with_encoded(name: str, values: Sequence[Any]) -> Sequence[Any]:
+    """Bytes in place of Pillow's images, also in lists."""
+    if not any(is_image(one) for value in values for one in (value if isinstance(value, list | tuple) else (value,))):
+        return values
+    return [
+        [_encoded(one, row, name) for one in value] if isinstance(value, list | tuple) else _encoded(value, row, name)
+        for row, value in enumerate(values)
+    ]
+
+
+def _encoded(value: Any, row: int, name: str) -> Any:
+    try:
+        return encode(value) if is_image(value) else value
+    except ValueError as error:
+        raise InputError(f"row {row}: column {name!r} holds {error}") from None
 
 
 def _of_one_kind(values: Sequence[Any]) -> pa.ChunkedArray | None:
@@ -174,6 +195,8 @@ def _plain(value: Any) -> Any:
         return int.__int__(value) if isinstance(value, int) else float.__float__(value)
     if hasattr(value, "tolist"):
         return value.tolist()
+    if is_image(value):
+        return f"{HEAD}{b64encode(encode(value)).decode()}"
     raise TypeError(f"it has the type {type(value).__name__}")
 
 
@@ -201,7 +224,9 @@ def _typed(data: Any) -> pa.Table:
             f"rows of type {type(data).__name__} do not make a table ({said}); give a table or a list of dictionaries"
         ) from None
     if objects := [name for name, kind in frame.schema.items() if kind == pl.Object]:
-        raise InputError(f"column {objects[0]!r} holds Python objects; give plain values, lists or dictionaries, or leave it out")
+        kind = type(frame[objects[0]].drop_nulls()[0]).__name__
+        said = f"column {objects[0]!r} holds Python objects ({kind}); give plain values, lists or dictionaries, or leave it out"
+        raise InputError(said)
     try:
         # pyarrow's kernels do not support Arrow's newer string views.
         return frame.to_arrow(compat_level=pl.CompatLevel.oldest())

@@ -1,0 +1,37 @@
+"""Pillow's images, which rows in Python may hold, as bytes of encoded ones with the same pixels."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from typing import Any
+
+from batchspec.images.header import BadImage
+
+HEAD = "data:image/png;base64,"
+"""Of a data URL, whose image may have another format."""
+_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes that a PNG holds; a TIFF holds most others."""
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of Pillow, which whoever made it has imported."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def encode(image: Any) -> bytes:
+    """The shown frame without loss, turned as its EXIF says: of an image of a file what reading the file gives, too. Raises
+    BadImage for a file that cannot be decoded, and for a mode that no file has."""
+    out = io.BytesIO()
+    try:
+        upright = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+        if upright.mode in _PNG:
+            upright.save(out, "PNG", compress_level=1)
+        else:
+            upright.save(out, "TIFF")
+    except Exception as error:  # decoders of hostile bytes raise anything
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise BadImage("bad_image", f"an image of mode {image.mode} cannot be encoded ({said}); convert it to RGB") from error
+    return out.getvalue()
