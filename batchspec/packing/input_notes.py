@@ -13,7 +13,7 @@ from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.config.vllm_names import NAMES, OF_REQUESTS
 from batchspec.data.dataset.column_types import is_list
-from batchspec.data.dataset.columns import PROMPTS, TYPES, ColumnMap, must_be_mapped
+from batchspec.data.dataset.columns import IMAGES, PROMPTS, TYPES, ColumnMap, must_be_mapped
 from batchspec.data.dataset.openai_requests import defaults_note
 from batchspec.data.dataset.reader import Source
 from batchspec.records import LEAST_TEMPERATURE
@@ -33,6 +33,8 @@ _OPTIONS = {item.name: f"decode.{item.name}" for item in fields(DecodeConfig)} |
 """Names of options of a row, batchspec's and those of other programs -> batchspec's key."""
 _WRITTEN = dict.fromkeys(("logprobs", "top_logprobs"), "output.logprobs") | {"prompt_logprobs": "output.prompt_logprobs"}
 """The same of options that are also columns of a job's output, as lists."""
+_COLUMNS = {"image": IMAGES}
+"""Usual names of columns that are no options -> batchspec's."""
 
 
 def input_notes(config: RunConfig, admission: Admission, source: Source, tokenizer: Tokenizer | None) -> list[tuple[str, str]]:
@@ -122,7 +124,7 @@ def _unread_columns(config: RunConfig, columns: ColumnMap, source: Source) -> st
 
 def _advice(config: RunConfig, field: pa.Field) -> str:
     """What a column should be called instead of the option's name that it has; empty if it has none."""
-    name = field.name.casefold()
+    name = _COLUMNS.get(name := field.name.casefold(), name)
     key = _OPTIONS.get(name) or ("" if is_list(field.type) else _WRITTEN.get(name, ""))
     own = "adapter" if key in _ADAPTERS else name if name in TYPES else key.rpartition(".")[2]
     if own in TYPES:

@@ -64,6 +64,8 @@ def test_a_column_that_no_row_follows_is_named_by_plan_and_run(
         ("guided_json", SCHEMA, "batchspec's name is 'schema'; map it, input.columns.schema=guided_json"),
         ("chat_template_kwargs", "{}", "batchspec's name is 'template_kwargs'; map it"),
         ("lora_path", "x", "batchspec's name is 'adapter'; map it, input.columns.adapter=lora_path"),
+        ("image", b"x", f"{IF_FOLLOWED}.images=image; if it is data, input.columns.images=null"),
+        ("Image", {"bytes": b"x", "path": None}, f"{IF_FOLLOWED}.images=Image; if it is data, input.columns.images=null"),
         ("stop_ids", [3], "batchspec's name is the key decode.stop_ids, for all rows"),
         ("ignore_eos", True, "batchspec's name is the key decode.ignore_eos, for all rows"),
         ("top_logprobs", 3, "batchspec's name is the key output.logprobs, for all rows"),
