@@ -16,8 +16,9 @@ from batchspec.config.key import ANSWERS, CHATS, Scope
 from batchspec.config.no_effect import refuse_given
 from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.config.schema import KEYS, RunConfig
-from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.data.dataset.reader import Source
+from batchspec.data.dataset.untyped_columns import is_page
 from batchspec.errors import ConfigError, InputError
 from batchspec.packing.input_notes import has_value
 from batchspec.records import LEAST_TEMPERATURE
@@ -121,6 +122,9 @@ def check_keys_of_input(config: RunConfig, columns: ColumnMap, source: Source) -
     if columns.adds_turn:
         why = "has no effect, because the user turn of input.prompt follows each answer; remove one"
         refuse_given(config, ["input.final_assistant"], why)
+    if (images := columns.get(IMAGES)) is not None and is_page(source.schema.field(images)):
+        why = "is for images that rows name, and those of this input are pages of PDFs; remove the key"
+        refuse_given(config, ["input.image_root"], why)
     if source.filled_by_requests is None:
         why = "is for OpenAI's batch requests, JSON lines with custom_id and body, and the input has none; remove the key"
         refuse_given(config, ["input.drop"], why)

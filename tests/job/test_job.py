@@ -575,9 +575,11 @@ def test_a_job_of_nothing_but_error_rows_ends_with_exit_code_3_whatever_the_frac
         for _ in range(2):  # the same command again says the same of a complete job
             assert run.main(command) == code, name
             assert {"README.md", "report.html"} <= {path.name for path in out.iterdir()}, "whatever its exit code"
+            assert f".parquet` ({count} row{'s' * (count > 1)})" in (out / "README.md").read_text()
         said = capsys.readouterr().err
-        all_failed = "every completion of all" in said
-        assert all_failed == name.startswith(("all", "one of one")), said
+        all_failed = name.startswith(("all", "one of one"))
+        assert ("every completion of " in said) == all_failed, said
+        assert (f"every completion of {'the only row' if count == 1 else 'all 3 rows'} is an error" in said) == all_failed
         first = f"the first one this: {name}.parquet row 0 (id 'q0'): prompt is empty; drop the row\n"
         assert said.count(first) == 2 * all_failed
         assert pl.read_parquet(out / "data").height == count

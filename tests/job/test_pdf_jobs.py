@@ -158,6 +158,7 @@ def test_pages_need_a_chat_and_a_model_that_reads_images(model: Path, tmp_path: 
     (tmp_path / "a.pdf").write_bytes(make_pdf(PAGES))
     for more, said in (
         (["input.chat=false"], "pages of PDFs: images are read in chats, and"),
+        ([f"input.image_root={tmp_path}"], f"input.image_root={tmp_path} is for images that rows name"),
         (["input.prompt=null"], "pages of PDFs have no prompts; set input.prompt=TEXT and input.chat=true"),
     ):
         assert run.main([*words(model, tmp_path, f"{tmp_path}/a.pdf"), *more]) == 2

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchspec.config.values import literal
-from batchspec.console.text import for_markdown, for_terminal, one_line
+from batchspec.console.text import counted, for_markdown, for_terminal, one_line
 from batchspec.data.runstate.manifest import Manifest
 from batchspec.job.report.about import input_rows, is_local, last_part, sampling
 from batchspec.job.report.columns import meaning
@@ -116,7 +116,7 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
 def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
     """Name of each fact -> its value in Markdown."""
     model = manifest.config.get("model", {})
-    files = ", ".join(f"{for_markdown(file.name)} ({file.num_rows:,} rows)" for file in manifest.files[:5])
+    files = ", ".join(f"{for_markdown(file.name)} ({counted(file.num_rows, 'row')})" for file in manifest.files[:5])
     more = f" and {len(manifest.files) - 5} more" if len(manifest.files) > 5 else ""
     template = model.get("chat_template")
     revision = f" at {for_markdown(model['revision'])}" if model.get("revision") else ""

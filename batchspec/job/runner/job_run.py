@@ -58,7 +58,8 @@ def check_errors(job: Job, num_errors: int, *, failed: str | None = None) -> Non
     """
     rows = job.layout.num_rows
     if failed is not None:
-        said = f"every completion of all {rows} rows is an error (column `error` of the output), the first one this: {failed}"
+        all_rows = f"all {rows} rows" if rows > 1 else "the only row"
+        said = f"every completion of {all_rows} is an error (column `error` of the output), the first one this: {failed}"
         raise TooManyErrors(said)
     if not job.config.input.allows(num_errors, rows):
         raise TooManyErrors(
