@@ -21,6 +21,7 @@ from batchspec.cache.page_tables import RowPages
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import CacheConfig
 from batchspec.config.typed import from_dict
+from batchspec.data.dataset.schema import DIGEST
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.scan import scanning
 from batchspec.engine.features import RowFeatures
@@ -45,6 +46,8 @@ from batchspec.process.out_of_memory import within_memory
 from batchspec.records import Completion, Ids, Request
 from batchspec.tasks.registry import task_of
 
+Written = dict[tuple[int, int], tuple[list[int], str | None]]
+"""(row, sample) -> output tokens and `Request.image_digest`, as a job wrote them."""
 ADVICE = "decode on another device (--device cpu) or free memory"
 """Where memory runs out."""
 
@@ -86,13 +89,16 @@ class Again:
     """None if the tokens are those that were written."""
 
 
-def decode_again(loaded: LoadedEngine[Engine], written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
-    """Decode the rows of `written` again, except those that admission now refuses; shows the progress."""
-    expected = sum(map(len, written.values())) / max(1, len(written))
+def decode_again(loaded: LoadedEngine[Engine], written: Written) -> Iterator[Again]:
+    """Decode the rows of `written` again, except those that admission now refuses or whose images have changed; shows the
+    progress."""
+    expected = sum(len(tokens) for tokens, _ in written.values()) / max(1, len(written))
     with within_memory("rows were decoded again", ADVICE), ProgressBar(len(written)) as progress:
         monitor = RunMonitor(progress, expected, loaded.totals)
         for request in requests_of(loaded.job, set(written)):
-            tokens = written[request.row_index, request.sample_index]
+            tokens, digest = written[request.row_index, request.sample_index]
+            if digest != request.image_digest:
+                continue
             (again,) = loaded.run([request], on_round=monitor.after_round)
             monitor.finished(again)
             monitor.ended()
@@ -161,16 +167,18 @@ def load_plain(job: Job) -> LoadedEngine[Engine]:
     return loaded
 
 
-def written_tokens(out: str | Path, num_rows: int) -> dict[tuple[int, int], list[int]]:
-    """(row, sample) -> the output tokens of a job, of `num_rows` evenly spread completions; 0: of all. Raises OutputError."""
+def written_tokens(out: str | Path, num_rows: int) -> Written:
+    """The output tokens of a job, of `num_rows` evenly spread completions; 0: of all. Raises OutputError."""
     table = OutputFolder(out).scan()
-    if "token_ids" not in table.collect_schema().names():
+    if "token_ids" not in (names := table.collect_schema().names()):
         raise OutputError(f"{out} holds no token_ids, which verify needs; run the job with output.token_ids=true")
     with scanning(str(out)):
-        rows = table.filter(pl.col("token_ids").is_not_null()).select("row_index", "sample_index", "token_ids").collect()
+        rows = table.filter(pl.col("token_ids").is_not_null()).select(
+            "row_index", "sample_index", "token_ids", pl.col(DIGEST) if DIGEST in names else pl.lit(None, pl.String)
+        ).collect()
     if num_rows and rows.height > num_rows:
         rows = rows[[i * rows.height // num_rows for i in range(num_rows)]]
-    return {(row, sample): tokens for row, sample, tokens in rows.iter_rows()}
+    return {(row, sample): (tokens, digest) for row, sample, tokens, digest in rows.iter_rows()}
 
 
 def requests_of(job: Job, wanted: set[tuple[int, int]]) -> Iterator[Request]:

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     said = summary(found.differences, found.num_rows)
     terminal.show(f"{counted(found.num_rows, 'completion')} decoded again one at a time and without speculation: {said}")
     if found.num_refused:
-        terminal.show(f"{found.num_refused} more were not: their rows are refused by the job as it is now, after a retry")
+        why = "the job refuses their rows now (after a retry, or without their images), or their images have changed"
+        terminal.show(f"{found.num_refused} more were not: {why}")
     if found.logprobs is not None:
         terminal.show(one_line(found.logprobs.line(found.num_rows), MESSAGE_CHARS))
     if found.exact and found.differs:
@@ -119,9 +120,8 @@ def verify(out: str | Path, num_rows: int, *, dtype: str | None = None, device: 
         if found := logprobs.get((again.request.row_index, again.request.sample_index)):
             gaps.append(gap_of(found, again))
     if not count:
-        raise OutputError(
-            f"{out} has no completion that can be decoded again: its rows are error rows; see batchspec stats {for_shell(out)}"
-        )
+        why = "its rows are error rows, or images of them changed"
+        raise OutputError(f"{out} has no completion that can be decoded again: {why}; see batchspec stats {for_shell(out)}")
     exact = job.config.decode.deterministic
     dtypes = (json.loads(OutputFolder(out).manifest.fingerprint["model.dtype"]), dtype_name(job.dtype))
     return Verified(

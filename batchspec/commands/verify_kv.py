@@ -73,7 +73,7 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     for again in decode_again(loaded, written):
         request, num_rows = again.request, num_rows + 1
         differences += [] if again.difference is None else [again.difference]
-        tokens = written[request.row_index, request.sample_index]
+        tokens, _ = written[request.row_index, request.sample_index]
         divergences += divergence(target, request.prompt_ids.tolist(), tokens, adapter=request.adapter)
     if not divergences:
         raise OutputError(f"{out}: the rows have no output tokens to compare; choose others with --rows")

@@ -589,6 +589,26 @@ def test_verify_says_how_far_a_false_token_of_a_row_with_images_is_from_the_righ
 
 
 @pytest.mark.second
+def test_verify_compares_no_answer_to_an_image_that_has_changed_or_is_gone(
+    vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, data in (("a.png", A), ("b.png", B)):
+        (tmp_path / name).write_bytes(data)
+    rows: Rows = [{"messages": user("<image>Go"), "images": name} for name in ("a.png", "b.png", "a.png")]
+    done(vl, tmp_path, rows, "input.columns={images:images}", f"input.image_root={tmp_path}", "decode.max_new_tokens=6")
+    for change in (lambda: (tmp_path / "b.png").write_bytes(C), (tmp_path / "b.png").unlink):
+        change()
+        capfd.readouterr()
+        assert cli.main(["verify", f"{tmp_path}/out", "--rows", "0"]) == 0
+        said = capfd.readouterr().out
+        assert "2 completions decoded again one at a time and without speculation: 0 differ" in said
+        assert "1 more were not: the job refuses their rows now" in said
+    (tmp_path / "a.png").write_bytes(C)
+    assert cli.main(["verify", f"{tmp_path}/out"]) == 2
+    assert "no completion that can be decoded again: its rows are error rows, or images of them changed" in capfd.readouterr().err
+
+
+@pytest.mark.second
 def test_adapters_of_the_language_model_work_beside_images_and_those_of_the_encoder_are_refused(vl: Path, tmp_path: Path) -> None:
     """Merged, as in the weights of transformers' model, and for the rows that name it."""
     own = make_adapter(tmp_path / "own", vl, ["q_proj", "down_proj"])
