@@ -61,6 +61,9 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     dtype, device  for the second decoding; None: those of the job
     """
     job, written = job_of(out, dtype, device, other_kv=True), written_tokens(out, num_rows)
+    if job.spec.vision is not None:  # `divergence` computes tokens alone
+        why = "verify --kv is not supported for jobs that read images; verify without it compares their tokens"
+        raise OutputError(f"{out}: {why}")
     loaded = load_plain(job)
     target, model_dtype = loaded.engine.target, dtype_name(job.dtype)
     if target.kv_scales is None and replace(job.spec, fp8_kv=True).has_kv_scales:

@@ -582,6 +582,8 @@ def test_verify_says_how_far_a_false_token_of_a_row_with_images_is_from_the_righ
 
     rewrite(tmp_path / "out", "token_ids", second_likeliest)
     capfd.readouterr()
+    assert cli.main(["verify", "--kv", f"{tmp_path}/out"]) == 2
+    assert "verify --kv is not supported for jobs that read images" in capfd.readouterr().err
     assert cli.main(["verify", f"{tmp_path}/out", "--rows", "0"]) == 1
     found = re.search(r"score gap there ([0-9.e-]+) \(median\)", said := capfd.readouterr().out)
     assert found, said
