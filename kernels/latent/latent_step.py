@@ -86,7 +86,9 @@ def attend_latents(
     """
     e, exists = tl.arange(0, ROPE_DIM), key < end
     if scales is None:
-        at = latents + (page * PAGE_SIZE + key % PAGE_SIZE).to(tl.int64) * (LATENT + ROPE)
+        # Page and place are multiplied apart. Of a multiple of their sum, Triton 3.6 assumes that each key is the first of a page
+        # where `key` begins with one, as at the sinks: then 16 bytes are loaded at once, even of rows of 60 or 120.
+        at = latents + page.to(tl.int64) * (PAGE_SIZE * (LATENT + ROPE)) + (key % PAGE_SIZE) * (LATENT + ROPE)
         of_rope = at + LATENT
     else:
         at = latents + page.to(tl.int64) * page_stride + (key % PAGE_SIZE) * LATENT

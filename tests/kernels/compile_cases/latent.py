@@ -33,6 +33,14 @@ for _dtype, _fp8, _heads, _latent, _slices, _tile, _keys, _block, _warps, _stage
     )
     if _latent > 128:
         CASES.seldom.add(_name)
+_wide = CASES["verify_latents_kernel fp32 R=512, tile 16, keys 1, window 0, early True"]
+NARROW = "verify_latents_kernel fp32 R=24, tile 16, keys 1, window 20, early True"
+CASES[NARROW] = _wide._replace(
+    arguments=_wide.arguments | {
+        "HEADS": 5, "LATENT": 24, "SLICE": 32, "ROPE": 6, "ROPE_DIM": 16, "WINDOW": 20, "SINK": 5, "BLOCK": 32,
+    }
+)
+"""With rows of 120 bytes, as in tests: a copy of 16 bytes would be misaligned."""
 for _dtype, _fp8, _weight, _interleaved in (
     ("bf16", False, "bf16", True), ("bf16", False, "fp32", False), ("bf16", True, "bf16", True), ("fp32", False, "fp32", True),
 ):
