@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from batchspec.batch.image_inputs import AxisPositions
 from batchspec.draft.lookup import LookupDrafter
@@ -47,19 +48,33 @@ def pixels(target: Target) -> list[Rgb]:
     return images
 
 
-def encoded(target: Target) -> list[torch.Tensor]:
+def encoded(target: Target) -> list[Tensor]:
     assert target.image_encoder is not None
     return [own.float().cpu() for own in target.image_encoder.encode(pixels(target))]
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
-def test_each_image_is_encoded_as_on_the_cpu(folder: Path, dtype: torch.dtype, share: float) -> None:
-    """bf16 on the CPU differs by at most 0.014, and other pixels of the same size by at least 0.2."""
-    expected, found = encoded(image_target(folder)), encoded(image_target(folder, dtype, "cuda"))
-    for size, own, right in zip(SIZES, found, expected, strict=True):
-        error = (own - right).abs()
-        assert error.mean() < share * right.abs().mean(), size
-        assert error.max() < share * right.abs().max(), size
+def errors(found: list[Tensor], right: list[Tensor]) -> Tensor:
+    """[images, 2] how far each image is from the right one, and the token of it that is farthest, in the length of the right."""
+    pairs = [(own.flatten(1), exact.flatten(1)) for own, exact in zip(found, right, strict=True)]
+    of_images = [(own - exact).norm() / exact.norm() for own, exact in pairs]
+    of_tokens = [((own - exact).norm(dim=1) / exact.norm(dim=1)).max() for own, exact in pairs]
+    return torch.stack((torch.stack(of_images), torch.stack(of_tokens)), 1)
+
+
+def test_each_image_is_encoded_as_on_the_cpu(folder: Path) -> None:
+    found = errors(encoded(image_target(folder, device="cuda")), encoded(image_target(folder)))
+    assert found.max() < 1e-4, found
+
+
+def test_each_image_in_bf16_is_as_near_to_fp32_as_on_the_cpu(folder: Path) -> None:
+    """What is left in tokens of the rounding of weights and activations depends on the model: 0.5 to 8 % of an image, most in
+    Gemma 4, whose scores are not scaled. So the CPU in bf16 says how much it is. With the attention kernel interpreted there, the
+    worst image and the worst token of a kind are at most 1.15 times as far; with a key too few 1.8 times, with a wrong head,
+    rotation or row of the position table 7 times or more (Gemma 4)."""
+    exact, dtype = encoded(image_target(folder)), torch.bfloat16
+    usual = errors(encoded(image_target(folder, dtype)), exact).amax(0)
+    found = errors(encoded(image_target(folder, dtype, "cuda")), exact)
+    assert (found < 1.5 * usual).all(), (found, usual)
 
 
 def test_the_host_does_not_wait_for_the_device(folder: Path) -> None:
