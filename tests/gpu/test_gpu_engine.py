@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import PagePool
@@ -443,29 +444,43 @@ def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path)
         assert not [name for name in names if word in name], names
 
 
+def scores(done: Completion) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Of the tokens of a prompt but the first, which has none, and of the likeliest tokens at each place."""
+    assert done.prompt_logprobs is not None
+    assert done.prompt_top_logprobs is not None
+    return done.prompt_logprobs[1:], done.prompt_top_logprobs[1][1:]
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "windows"])
 def test_prompts_are_scored_on_the_card_as_on_the_cpu(kind: str) -> None:
-    """Long and short passes, shared prefixes, more rows than slots; both in the same dtype."""
+    """Long and short passes, shared prefixes, more rows than slots. In bf16 scores are as near to those of fp32 as the CPU comes:
+    0.02 in the mean and 0.13 at most. Their standard deviation is 1.8."""
     windows = (9, None) if kind == "windows" else (None, None)
-    dtype, atol = (torch.bfloat16, 0.1) if kind == "bf16" else (torch.float32, 2e-3)
     asked = [replace(one, max_new_tokens=0, predicted_tokens=0, stop=(), stop_ids=()) for one in requests(40, stops=False)]
-    found: dict[str, dict[int, Completion]] = {}
-    for name, batch in (("cuda", shape(8, prefill_tokens=64)), ("cpu", shape(8, run_ahead=0))):
+
+    def scored(name: str, dtype: torch.dtype) -> dict[int, Completion]:
+        batch = replace(shape(8, prefill_tokens=64) if name == "cuda" else shape(8, run_ahead=0), num_verified=0)
         model = windowed_target(name, windows, dtype)
-        batch = replace(batch, num_verified=0)
         engine = make_engine(model, NoDrafter(), batch, device=model.device, logprobs=4, scores=True, adaptive=True)
         engine.prepare(SamplingMode())
-        found[name] = {done.row_index: done for done in engine.run(iter(asked))}
+        found = {done.row_index: done for done in engine.run(iter(asked))}
         assert engine.executor.graphs.num_captured == 0
-    assert found["cuda"].keys() == found["cpu"].keys() == set(range(40))
-    shared = sum(done.cached_tokens for done in found["cuda"].values())
-    assert shared > 0
-    for row, done in found["cuda"].items():
-        one = found["cpu"][row]
-        assert done.prompt_logprobs is not None and one.prompt_logprobs is not None  # noqa: PT018
-        np.testing.assert_allclose(done.prompt_logprobs, one.prompt_logprobs, atol=atol)
-        assert done.prompt_top_logprobs is not None and one.prompt_top_logprobs is not None  # noqa: PT018
-        np.testing.assert_allclose(done.prompt_top_logprobs[1], one.prompt_top_logprobs[1], atol=atol)
+        assert found.keys() == set(range(40))
+        assert name == "cpu" or sum(done.cached_tokens for done in found.values()) > 0
+        return found
+
+    def distance(found: dict[int, Completion]) -> torch.Tensor:
+        """Of all scores and likeliest tokens from those in fp32: in the mean, and the largest."""
+        gaps = [np.abs(own - right) for row in exact for own, right in zip(scores(found[row]), scores(exact[row]), strict=True)]
+        every = torch.from_numpy(np.concatenate(gaps, axis=None))
+        return torch.stack((every.mean(), every.max()))
+
+    dtype, exact = torch.bfloat16 if kind == "bf16" else torch.float32, scored("cpu", torch.float32)
+    own = distance(scored("cuda", dtype))
+    if kind == "bf16":
+        assert (own < 1.5 * distance(scored("cpu", dtype))).all(), own
+    else:
+        assert own.max() < 2e-3, own
 
 
 def test_rows_with_counts_and_biases_come_after_graphs_without_them_were_captured() -> None:
