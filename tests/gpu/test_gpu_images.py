@@ -68,11 +68,11 @@ def test_each_image_is_encoded_as_on_the_cpu(folder: Path) -> None:
 
 def test_each_image_in_bf16_is_as_near_to_fp32_as_on_the_cpu(folder: Path) -> None:
     """What is left in tokens of the rounding of weights and activations depends on the model: 0.5 to 8 % of an image, most in
-    Gemma 4, whose scores are not scaled. So the CPU in bf16 says how much it is. With the attention kernel interpreted there, the
-    worst image and the worst token of a kind are at most 1.15 times as far; with a key too few 1.8 times, with a wrong head,
-    rotation or row of the position table 7 times or more (Gemma 4)."""
+    Gemma 4, whose scores are not scaled. So the CPU in bf16 says how much it is, but not less than two units of the last place:
+    an image may have one token. With the attention kernel interpreted there, the worst image and the worst token of Gemma 4 are
+    at most 1.13 times as far; with a key too few 1.8, with a wrong head, rotation or row of the position table 7 or more."""
     exact, dtype = encoded(image_target(folder)), torch.bfloat16
-    usual = errors(encoded(image_target(folder, dtype)), exact).amax(0)
+    usual = errors(encoded(image_target(folder, dtype)), exact).amax(0).clamp(min=2**-6)
     found = errors(encoded(image_target(folder, dtype, "cuda")), exact)
     assert (found < 1.5 * usual).all(), (found, usual)
 
