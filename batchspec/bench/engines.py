@@ -177,7 +177,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         """Ranks make the buffers of their exchanges once: enlarging them would make the graphs of other engines invalid."""
-        self.free_bytes, target = free_after_loading(self.device, self.group), self.workload.target
+        self.free_bytes, target = min(free_after_loading(self.device, self.group)), self.workload.target
         if target.ranks is not None:
             longest = max(
                 self._drafter_spec(variant, config_of(self.args, variant)).shape.num_verified

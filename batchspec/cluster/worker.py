@@ -47,7 +47,7 @@ def run(config: RunConfig, seat: Seat) -> int:
     try:
         run_rank(config, seat, lambda group, watchdog: run_here(config, group, watchdog=watchdog))
     except RankLost:
-        if seat.rank == 0:
+        if seat.rank == 0 or not seat.channel().is_lost():
             raise
         return Interrupted.exit_code  # the parent says which rank is gone
     return 0

@@ -50,7 +50,10 @@ def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
                     worker.kill()
         if crew.asked is not None:
             notice(f"{signal.Signals(crew.asked).name}: ended {time.monotonic() - crew.asked_at:.1f} s later")
-    return exit_code([_code(deciding(group), crew.asked) for group in crew.groups], config)
+    code = exit_code([_code(deciding(group), crew.asked) for group in crew.groups], config)
+    if code == Interrupted.exit_code and crew.asked is None and all((deciding(group).code or 0) < 0 for group in crew.groups):
+        notice(f"{config.output.dir}: no process was left to say what is saved; run the same command again to go on")
+    return code
 
 
 def deciding(group: RankProcesses) -> RankProcess:

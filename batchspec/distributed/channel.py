@@ -36,10 +36,12 @@ _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
-_READ, _RESULTS, _MESSAGES, _LIVENESS, _LOAD_PROGRESS, _WAITS = 0, 1, 2, 3, 4, 5
+_READ, _RESULTS, _MESSAGES, _LIVENESS, _LOAD_PROGRESS, _WAITS, _HERE = 0, 1, 2, 3, 4, 5, 6
 _WORDS = 8 + MAX_RANKS * _LINE
 SPINS = 200
 LONGEST_SLEEP_S = 1e-3
+NOTICED_S = 5.0
+"""Seconds in which the parent of the ranks finds that one has ended. A process may take long to end after its connections."""
 LIVENESS_S = 0.5
 """Seconds between two increments of a rank's liveness counter."""
 
@@ -133,6 +135,18 @@ class Channel:
         """Raises RankLost if a rank is gone."""
         if self.is_lost():
             raise RankLost(f"rank {int(self._words[_LOST]) - 1} of this group is gone; run the same command again to go on")
+
+    def meet(self) -> None:
+        """Wait until all ranks are here. Raises RankLost, as the rendezvous of a library does not."""
+        self._line(self.rank)[_HERE] = 1
+        self.wait(lambda: all(self._line(rank)[_HERE] for rank in range(self.ranks)))
+
+    def check_soon(self) -> None:
+        """Raises RankLost if a rank is gone, or is found to be gone within NOTICED_S: an exchange fails before that."""
+        ends = time.monotonic() + NOTICED_S
+        while not self.is_lost() and time.monotonic() < ends:
+            time.sleep(LONGEST_SLEEP_S)
+        self.check()
 
     def progress(self, rank: int) -> Progress:
         line = self._line(rank)

@@ -32,8 +32,15 @@ class OutOfMemoryGuard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if error is None or not shortage(error):
             return False
-        self.message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self.message = _short((str(error).strip() or type(error).__name__).splitlines()[0])
         return True
+
+
+def _short(line: str) -> str:
+    """What torch says of a GPU, without the statistics of its own allocator: what is left is how much was asked for, how much the
+    GPU has, and which other processes use it. A line of an error has room for that alone.
+    """
+    return line.partition(" Including non-PyTorch memory")[0].replace(" has a total capacity of ", " has ")
 
 
 def shortage(error: BaseException) -> bool:

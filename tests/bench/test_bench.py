@@ -324,7 +324,7 @@ def test_rows_have_ngrams_that_do_not_come_twice(
 def test_rows_with_a_made_up_past_have_pages_of_their_own_wherever_a_window_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchspec.bench.engines.free_after_loading", lambda *_: 0)
+    monkeypatch.setattr("batchspec.bench.engines.free_after_loading", lambda *_: [0])
     config, cpu = make_target(tmp_path / "model", "dense") / "config.json", torch.device("cpu")
     sizes = ["--batch", "4", "--prompt", "300", "--rounds", "3", "--prefill-tokens", "32", "--k", "0", "--dtype", "float32"]
     args = parse(["o", "tiny", "--shape", str(config), *sizes, "--device", "cpu"])
@@ -419,7 +419,7 @@ def test_layers_with_a_window_have_pages_for_it_alone_only_where_memory_is_short
     """Rows of 128 tokens in layers that read all keys, and in layers that read the newest 7; an assistant drafts."""
     batches = list[PackedBatch]()
     monkeypatch.setattr("batchspec.bench.variants.prepare_engine", lambda engine, *_a, **_k: batches.append(engine.batch))
-    monkeypatch.setattr("batchspec.bench.engines.free_after_loading", lambda *_: 0 if short else 10**12)
+    monkeypatch.setattr("batchspec.bench.engines.free_after_loading", lambda *_: [0 if short else 10**12])
     target = make_target(tmp_path / "model", "dense")
     drafts = ["--draft", "none", "mtp", "--draft-path", str(make_assistant(tmp_path / "assistant", target)), "--k", "2"]
     sizes = ["--prompt", "100", "--gen", "28", "--prefill-tokens", "32"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -185,21 +186,27 @@ def impatient_in_the_middle(go: Path) -> None:
     commits_wait_for(go, after=1)
 
 
-@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("what", "rank"), [("SIGKILL", 1), ("SIGSTOP", 1), ("SIGKILL", 0), pytest.param("SIGSTOP", 0, marks=pytest.mark.slow)]
+)
 def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
-    what: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
+    what: str, rank: int, command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
     out, log, go = tmp_path / "out", tmp_path / "log", tmp_path / "go"
     words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.watchdog_s=3"]
     parent = start_apart(words, log, partial(impatient_in_the_middle, go))
     wait_until(lambda: (out / "data").is_dir() and any((out / "data").iterdir()), parent)
     pids = workers_of(parent)
-    (follower,) = ranks_of(parent, 1)
-    os.kill(follower, getattr(signal, what))
+    (lost,) = ranks_of(parent, rank)
+    os.kill(lost, getattr(signal, what))
     go.touch()
     code, said = ended(parent), log.read_text()
     assert code == 75, said
-    if what == "SIGSTOP":
+    assert "run the same command again to go on\n" in said
+    if (what, rank) == ("SIGSTOP", 0):  # no thread of the process that saves runs
+        hangs = r"rank 0 of worker 0 has not run for more than 3 s \(cluster\.watchdog_s\): process \d+ was stopped by a signal, "
+        assert re.search(hangs, said)
+    elif what == "SIGSTOP":
         assert "no round ended for 3 s (cluster.watchdog_s); the stacks above show where it hangs" in said
         ended_so = (
             r"rank 1 of worker 0 does not end: process \d+ was stopped by a signal, has begun \d+ of \d+ steps and read \d+"
@@ -207,7 +214,11 @@ def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
         assert re.search(ended_so + r" results; killed\n", said)
         assert "[0.1] Fatal Python error: Aborted" in said  # its stacks
     else:
-        assert "batchspec: rank 1 of worker 0 was killed by SIGKILL; its group ends\n" in said
+        assert f"batchspec: rank {rank} of worker 0 was killed by SIGKILL; its group ends\n" in said
+        assert said.endswith(
+            "[0] batchspec: rank 1 of this group is gone; run the same command again to go on\n" if rank else
+            f"batchspec: {out}: no process was left to say what is saved; run the same command again to go on\n"
+        )
     wait_for_end(pids)
     assert run.main([*command, f"output.dir={out}"]) == 0
     assert tokens(out, ROWS) == expected
@@ -299,8 +310,17 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
             2,
             r"batchspec: .*/model: rank 1 finds other weight files than rank 0: they were written or replaced while",
         ),
-        ("oom 1 30", 2, r"batchspec: rank 1: out of memory \(CUDA out of memory. Tried to allocate 20 GiB\); free the"),
-        pytest.param("oom 0 30", 2, r"batchspec: out of memory, with 4 slots, .* \(CUDA out of", marks=pytest.mark.slow),
+        ("oom 1 30", 2, r"batchspec: rank 1: out of memory \(CUDA out of memory. Tried to allocate 20 GiB\); free memory"),
+        pytest.param("oom 0 30", 2, r"batchspec: rank 0: out of memory \(CUDA out of", marks=pytest.mark.slow),
+        ("prefill 1 20", 2, r"batchspec: rank 1: out of memory \(CUDA out of memory. Tried to allocate 20 GiB\); free memory"),
+        pytest.param("prefill 0 20", 2, r"batchspec: rank 0: out of memory \(CUDA out of", marks=pytest.mark.slow),
+        ("memory 1 2", 2, r"batchspec: rank 1: out of memory \(CUDA out of memory. Tried to allocate 20 GiB\); free memory"),
+        pytest.param("memory 0 2", 2, r"batchspec: rank 0: out of memory \(CUDA out of", marks=pytest.mark.slow),
+        ("join 1 0", 2, r"batchspec: out of memory while rank 1 joined its group \(CUDA out of memory. Tried to allocate 20"),
+        (f"disk 1 {errno.EIO}", 74, r"\[0\.1\] batchspec: .*/model/model\.safetensors: .* Input/output error \(EIO\); run the"),
+        pytest.param(
+            f"disk 1 {errno.EACCES}", 2, r"model\.safetensors: cannot be read as safetensors \(.*denied", marks=pytest.mark.slow
+        ),
         pytest.param("hang 1 30", 75, r"rank_faults.py., line \d+ in executed", marks=pytest.mark.slow),
     ],
 )
@@ -313,6 +333,7 @@ def test_what_goes_wrong_on_a_rank_ends_its_group_with_a_clear_word(
     found, text = run_apart(words, log, with_faults)
     assert found == code, text
     assert re.search(said, text), text
+    assert "an exchange with the other ranks" not in text, "what the library says is no news"
     for part in (out / "data").glob("*.parquet"):  # what is committed is right
         rows = dict(pl.read_parquet(part).select("request_id", "token_ids").iter_rows())
         assert rows == {name: expected[name] for name in rows}

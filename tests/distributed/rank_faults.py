@@ -6,6 +6,11 @@ The environment says what: FAULT is KIND RANK STEP. From that step of that rank'
     diverge   a weight is another one
     swap      it reads rank STEP's part of the weights
     oom       memory runs out
+    memory    memory runs out while it loads
+    join      memory runs out where the rank joins its group
+    nccl      it never makes its groups of NCCL, on a GPU
+    prefill   memory runs out in the first prefill after that step
+    disk      its weight files cannot be opened; STEP is the errno
     hang      a step never ends
     poison    the process dies when it prefills a prompt that begins with token STEP
     device    the rank has another one
@@ -22,12 +27,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from batchspec.checkpoint import weight_files
 from batchspec.cli import guarded
 from batchspec.cluster import worker
+from batchspec.distributed import group
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.step import ScheduledStep
@@ -56,18 +67,28 @@ def make_faulty() -> None:
         if KIND == "poison":
             if any(int(refill.request.prompt_ids[0]) == int(STEP) for refill in step.refills):
                 os.kill(os.getpid(), signal.SIGKILL)
+        elif KIND == "prefill":
+            if count[0] >= int(STEP) and step.refills:
+                run_out()
         elif count[0] == int(STEP):
             count[0] += 1
             if KIND == "oom":
-                raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+                run_out()
             if KIND == "hang":
                 time.sleep(3600)
             if KIND == "diverge":
                 engines[-1].target._norm[0] += 1e-6
         execute(self, step)
 
-    if KIND in ("load", "stop", "slow"):
-        before_tensors(lambda number: hang() if number == int(STEP) else None)
+    if KIND in ("load", "stop", "slow", "memory"):
+        act = run_out if KIND == "memory" else hang
+        before_tensors(lambda number: act() if number == int(STEP) else None)
+    if KIND == "join":
+        put(group, "_collectives", run_out)
+    if KIND == "nccl":
+        put(dist, "new_group", lambda **_: time.sleep(3600))
+    if KIND == "disk":
+        put(weight_files, "safe_open", unreadable)
     if KIND == "swap":
         put(prepare, "part_of_group", lambda spec, group: part_of(spec, Shard(int(STEP), group.ranks)))
     if KIND == "device":
@@ -87,6 +108,16 @@ def before_tensors(act: Callable[[int], None]) -> None:
         return stored(self, name)
 
     Checkpoint.stored = patched  # type: ignore[method-assign]
+
+
+def run_out(*_: object, **__: object) -> NoReturn:
+    if torch.cuda.is_available():
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+def unreadable(path: Path, **_: object) -> NoReturn:
+    raise OSError(int(STEP), os.strerror(int(STEP)), str(path))
 
 
 def hang() -> None:

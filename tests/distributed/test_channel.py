@@ -158,6 +158,25 @@ def test_whoever_waits_for_a_group_hears_that_a_rank_is_lost(handle: int, waitin
     assert str(errors[0]) == "rank 1 of this group is gone; run the same command again to go on"
 
 
+def test_ranks_wait_for_each_other_unless_one_is_lost(handle: int) -> None:
+    first, second = ends(handle, 2)
+    Channel(handle, None, 2).lose(1)
+    with pytest.raises(RankLost, match="rank 1 of this group is gone"):
+        first.meet()
+    second.meet()  # the other one has come: it does not wait, so it learns of the loss later
+
+
+def test_a_rank_that_is_found_to_be_lost_soon_is_named(handle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections end before its parent finds it."""
+    end, parent = ends(handle, 2)[0], Channel(handle, None, 2)
+    monkeypatch.setattr(module, "NOTICED_S", 0.05)
+    end.check_soon()
+    monkeypatch.setattr(module, "NOTICED_S", 60.0)
+    threading.Timer(0.05, lambda: parent.lose(1)).start()
+    with pytest.raises(RankLost, match="rank 1 of this group is gone"):
+        end.check_soon()
+
+
 def _echo(handle: Any, ready: Any) -> None:
     end = Channel(handle.detach(), 1, 2)
     ready.set()

@@ -24,7 +24,7 @@ from batchspec import run
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.data.runstate.heartbeats import BEAT_S, HeartbeatFiles
 from batchspec.data.storage.open_store import open_store
-from batchspec.distributed import group
+from batchspec.distributed import collectives, group
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.records import RoundResult
@@ -194,6 +194,18 @@ def dead(rank: int) -> None:
         return joined(*rest, **named)  # type: ignore[arg-type]
 
     put(group, "joined", patched)
+
+
+def dead_in_rendezvous(rank: int) -> None:
+    """A patch: this rank is killed when all have started, while the others wait for it in the library."""
+    make = collectives.GlooCollectives
+
+    def patched(*rest: object, **named: object) -> object:
+        if is_process(0, rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(*rest, **named)  # type: ignore[arg-type]
+
+    put(group, "GlooCollectives", patched)
     put(watchdog, "LOST_S", 1.0)
 
 
@@ -203,9 +215,10 @@ def dead(rank: int) -> None:
         (partial(hangs_at_tensor, 1), SOON, "in stuck"),
         (partial(hangs_in_engine, 1), f"no round ended for {LIMIT_S} s", "in stuck"),  # the leader has begun its rounds
         (partial(absent, 1), SOON, "in stuck"),
-        (partial(dead, 1), "a rank of this group is gone, and this one waits for it", "in init_process_group"),
+        (partial(dead, 1), "[0] batchspec: rank 1 of this group is gone; ", "rank 1 of worker 0 was killed by SIGKILL; "),
+        (partial(dead_in_rendezvous, 1), "a rank of this group is gone, and this one waits for it", "in init_process_group"),
     ],
-    ids=["a follower reads", "a follower builds", "before the rendezvous", "dead before it"],
+    ids=["a follower reads", "a follower builds", "before the rendezvous", "dead before it", "dead in it"],
 )
 def test_a_rank_that_hangs_while_it_loads_ends_its_group(
     hang: Callable[[], None], found: str, frame: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path

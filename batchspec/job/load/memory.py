@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import torch
 
 from batchspec.batch.automata import AutomataCapacity
+from batchspec.console import terminal
 from batchspec.distributed.group import Group
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.errors import CapacityError
@@ -18,6 +22,9 @@ from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, Forecast, 
 from batchspec.packing.rates import Rates
 from batchspec.tasks.registry import task_of
 
+EVEN = 0.9
+"""Least free memory of a rank, as a share of the most of another one, that passes for equal: contexts and libraries differ."""
+
 
 def check_memory(job: JobModel) -> None:
     """Raises CapacityError for weights that exceed the device's whole memory."""
@@ -29,6 +36,17 @@ def check_memory(job: JobModel) -> None:
             f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; "
             "use a smaller model, another model.dtype or more GPUs for it (cluster.tensor_parallel)"
         )
+
+
+def rank_out_of_memory(rank: int, message: str) -> CapacityError:
+    """The end of a run of which memory ran out in a rank: the others wait for it, so the group cannot make a smaller batch.
+
+    message  of `OutOfMemoryGuard`
+    """
+    return CapacityError(
+        f"rank {rank}: out of memory ({message}); free memory or lower packing.memory_gb, max_num_seqs or "
+        "max_num_batched_tokens, and run the same command again"
+    )
 
 
 def weight_bytes(job: JobModel) -> int:
@@ -71,17 +89,33 @@ def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
     loaded  the weights, including the drafter's, are in memory already
     """
     if loaded:
-        return free_after_loading(job.device, job.group)
+        return min(free_after_loading(job.device, job.group))
     own = free_memory(job.device, weights=weight_bytes(job))
     return own if job.group is None else job.group.least(own)
 
 
-def free_after_loading(device: torch.device, group: Group | None) -> int:
-    """Bytes of memory that are free now; in a group those of the rank with the least."""
+def free_after_loading(device: torch.device, group: Group | None) -> list[int]:
+    """Bytes of memory that are free now, of each rank of a group."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading used and released counts as free
     own = free_memory(device)
-    return own if group is None else group.least(own)
+    return [own] if group is None else group.numbers(own)
+
+
+def taken_by_others(free: Sequence[int]) -> str:
+    """A word about a GPU with much less free memory than another one of its group; empty if there is none.
+
+    free  bytes of each rank, whose parts of the model are about as large
+    """
+    least, most = min(free), max(free)
+    if least >= EVEN * most:
+        return ""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = [f"rank {rank} (GPU {gpus[rank % len(gpus)] or rank})" for rank in (free.index(least), free.index(most))]
+    return (
+        f"{named[0]} has {least / 1e9:.1f} GB of free memory, {named[1]} {most / 1e9:.1f} GB, and all ranks use as little; end "
+        "the program that holds the rest or choose other GPUs by CUDA_VISIBLE_DEVICES"
+    )
 
 
 def expected_drafts(job: JobModel) -> ExpectedDrafts:
@@ -105,10 +139,28 @@ def forecast_of(job: Job, batch: PackedBatch, demand: Demand, rates: Rates) -> F
 
 
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
-    """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
+    """The shape of the batch on this machine; says so if the free memory of one GPU of a group limits it.
 
     loaded  the weights, including the drafter's, are in memory already
+    Raises CapacityError if not even one row fits.
     """
+    free = free_after_loading(job.device, job.group) if loaded else [free_bytes(job)]
+    packing = job.config.packing
+    planned = job.device.type == "cuda" and packing.memory_gb is None and packing.pages is None
+    others = taken_by_others(free) if planned else ""
+    try:
+        batch = _batch_within(min(free), job, demand, rates)
+    except CapacityError as error:
+        if not others:
+            raise
+        raise CapacityError(f"{others} ({str(error).partition(';')[0]})") from None
+    if others:
+        terminal.notice(others)
+    return batch
+
+
+def _batch_within(free: int, job: Job, demand: Demand, rates: Rates) -> PackedBatch:
+    """free: bytes, of which more than pages are taken"""
     shape, taken = job.drafter.shape, job.drafter.corpus_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
     taken += image_bytes(job)
     return choose_batch(
@@ -121,6 +173,6 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         drafts=expected_drafts(job),
         num_lookahead_slots=shape.num_lookahead_slots,
         draft_layers=job.drafter.layer_states(job.dtype, PAGE_SIZE),
-        free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
+        free_bytes=max(0, free - taken),
         decodes=job.admission.task.decodes,
     )

@@ -13,9 +13,9 @@ from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.loop.follower import follow
 from batchspec.engine.ranks.messages import Build, Calibrate, End, Load, Scales, decode
-from batchspec.errors import CapacityError, CheckpointError, ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.job.load.build import build_engine, device_facts, load_weights, rewrite_weights
-from batchspec.job.load.memory import check_memory, free_bytes
+from batchspec.job.load.memory import check_memory, free_bytes, rank_out_of_memory
 from batchspec.job.prepare import JobModel, open_model
 from batchspec.job.supervise.watchdog import Watchdog
 from batchspec.model.kv_calibration import calibrate
@@ -35,10 +35,7 @@ def run_follower(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
     with OutOfMemoryGuard() as guard:
         _follow(config, group, watchdog)
     if guard.message:
-        raise CapacityError(
-            f"rank {group.rank}: out of memory ({guard.message}); free the machine's memory or set packing.memory_gb, "
-            "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again: finished rows stay"
-        )
+        raise rank_out_of_memory(group.rank, guard.message)
 
 
 def _follow(config: RunConfig, group: Group, watchdog: Watchdog) -> None:

@@ -14,7 +14,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, CheckpointError, ConfigError
 from batchspec.job.load.loaded_engine import LoadedEngine
-from batchspec.job.load.memory import plan_batch
+from batchspec.job.load.memory import plan_batch, rank_out_of_memory
 from batchspec.job.prepare import Job
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.model.layers.attention.kv_scales import KVScales
@@ -110,10 +110,7 @@ class EngineWithFallback:
             self._make()
             return
         if guard.message and self._job.group is not None:
-            raise CapacityError(
-                f"out of memory while the engine was made ({guard.message}); free the machine's memory or set packing.memory_gb, "
-                "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again"
-            )
+            raise rank_out_of_memory(self._job.group.rank, guard.message)
         if guard.message:
             self._free()
             job = self._job
@@ -138,11 +135,12 @@ class EngineWithFallback:
         if self._shrunk and (plain := self._without(self._job, f"out of memory with {shape} ({message})")) is not None:
             self._job = plain
             return
-        if self._shrunk or self._job.group is not None:  # other ranks of a group may be in an exchange
+        if self._job.group is not None:  # other ranks may be in an exchange
+            raise rank_out_of_memory(self._job.group.rank, message)
+        if self._shrunk:
             raise CapacityError(
-                f"out of memory{' again' * self._shrunk}, with {shape} ({message}); free the machine's memory or set "
-                "packing.memory_gb, packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command "
-                "again: finished rows stay"
+                f"out of memory again, with {shape} ({message}); free the machine's memory or set packing.memory_gb, "
+                "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again: finished rows stay"
             )
         self._shrunk = True
         packing = smaller(self._job.config.packing, batch, self._job.drafter.shape.num_lookahead_slots)
