@@ -10,11 +10,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from batchspec.engine.slots.expected_pages import SHORT_CAP_TOKENS
 from tests.gpu_jobs.models import Model, make_model
 from tests.gpu_jobs.rows import CONSTRAINTS, Row, draw_rows
 
 GROUP = 8
 """Cases of a group."""
+OUTGROWING, OUTGROWN = 3, SHORT_CAP_TOKENS + 8
+"""With ranks, in which nothing is patched, so many rows of every second group have as many tokens. Pages for half of them are
+promised to such a row, so that several enter a small cache and the youngest is preempted."""
+ENDS = ("decode.stop", "decode.repetition_detection")
+"""Keys, by their beginning, that end rows before that."""
 Keys = dict[str, Any]
 
 
@@ -171,6 +177,8 @@ class Group:
     """How the reference run is run."""
     rows: list[Row]
     max_len: int
+    outgrowing: bool = False
+    """Whether OUTGROWING rows have OUTGROWN tokens."""
 
     @property
     def bits(self) -> bool:
@@ -187,7 +195,8 @@ class Case:
     runs: tuple[Keys, ...]
     """Keys of each run of the job: one run, or several if it is killed, of which the last one completes it."""
     eager: bool
-    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process)."""
+    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process; with
+    ranks by OUTGROWING rows)."""
     seed: int
 
     def __str__(self) -> str:
@@ -212,6 +221,14 @@ def draw_group(number: int, folder: Path, *, gpu: bool, ranks: int = 1) -> Group
         rng, model, kind=kind, count=count, cap=cap, longest=longest, think=think,
         adapters=len(model.adapters) if setting.adapters else 0,
     )
+    outgrowing = ranks > 1 and number % 2 == 1 and not is_long
+    if outgrowing:
+        max_len += OUTGROWN
+        kept, asked = {"id", kind, "images", "temperature", "seed", "adapter"}, {"max_new_tokens": OUTGROWN}
+        asked["min_new_tokens"] = OUTGROWN
+        rows[:OUTGROWING] = [
+            {name: row[name] if name in kept else asked.get(name) for name in row} for row in rows[:OUTGROWING]
+        ]
     filled = {name for row in rows for name, value in row.items() if value is not None}
     rows = [{name: value for name, value in row.items() if name in filled} for row in rows]
     constrained = any(name in filled for name, _ in CONSTRAINTS)
@@ -235,6 +252,8 @@ def draw_group(number: int, folder: Path, *, gpu: bool, ranks: int = 1) -> Group
         del keys["cache.scales"]
     if "adapter" in filled:
         keys["model.adapters"] = {f"a{i}": folder for i, folder in enumerate(model.adapters)}
+    if outgrowing:
+        keys = {name: value for name, value in keys.items() if not name.startswith(ENDS)}
     if think:
         keys["model.think_tokens"] = rng.choice([[5], [5], [6, 5]])
         keys |= {"decode.thinking_token_budget": rng.choice([3, 12])} if rng.random() < 0.5 else {}
@@ -246,7 +265,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool, ranks: int = 1) -> Group
     plain = {"draft": "none", "packing.max_num_seqs": 16 if count > 70 else rng.choice([1, 1, 2, 5]), **_memory(gpu)}
     return Group(
         number=number, setting=setting, gpu=gpu, ranks=ranks, model=model, kind=kind, keys=keys, plain=plain, rows=rows,
-        max_len=max_len,
+        max_len=max_len, outgrowing=outgrowing,
     )
 
 
@@ -289,6 +308,8 @@ def _shape(rng: Random, group: Group, entry_point: str) -> Keys:
     slots = rng.choice([1, 2, 3, 5, 8, 16, 32, 64, 256] if gpu else [1, 2, 3, 5, 8, 16])
     keys: Keys = {**_drafter(rng, group), "packing.max_num_seqs": slots}
     keys |= {"packing.pages": rng.choice([2, 2, 2 * group.max_len // 16])} if rng.random() < 0.6 else _memory(gpu)
+    if group.outgrowing:
+        keys = {name: value for name, value in keys.items() if name != "packing.memory_gb"} | {"packing.pages": 2}
     options: Keys = {
         "packing.max_num_batched_tokens": rng.choice([16, 63, 257, 1024, 4096]), "packing.run_ahead": rng.choice([0, 1, 3]),
         "ablation.dead_rows": False, "ablation.argmax": False, "ablation.uniform_slots": False,
