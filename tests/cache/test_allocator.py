@@ -64,6 +64,7 @@ def drive(allocator: SlotAllocator, lengths: dict[str, int], pools: PagePools) -
     while True:
         for row in refill(allocator):
             row.tokens.append(0)  # the prefill's token
+            row.num_prefills += 1
             allocator.slots.num_tokens[row.slot] += 1
         if not allocator.slots.live:
             assert allocator.is_exhausted()
@@ -272,8 +273,15 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
     pools = pools_of(1 + biggest + data.draw(st.integers(0, 20)))
     running = [progress(r) for r in requests]
     allocator = SlotAllocator(shape(slots, pools.pools[0].num_pages), pools, waiting(running))
-    # Rows with a short cap are promised all their pages: none is preempted, whatever pages they share.
-    allocator.preempt = lambda state: pytest.fail(f"{state} is preempted")  # type: ignore[method-assign]
+    preempt = allocator.preempt
+
+    def preempt_once(state: RequestState) -> None:
+        """Rows with a short cap are promised all their pages, whatever pages they share, but when all have begun."""
+        assert all(row.num_prefills for row in running)
+        assert state.num_prefills == 1
+        preempt(state)
+
+    allocator.preempt = preempt_once  # type: ignore[method-assign]
     for _, live in drive(allocator, lengths, pools):
         owners: dict[int, list[RequestState]] = {}
         for row in live:
@@ -346,7 +354,7 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
     pools, prompt = pools_of(1 + 9), list(range(12))
     requests = [request(0, prompt, cap=4), request(1, [50, 51, 52, 53], cap=20), request(2, prompt, cap=4)]
     allocator = SlotAllocator(
-        shape(2, 10), pools, waiting(map(progress, requests)), prefill_cost=PrefillCost(least=0.0, token=0.0)
+        shape(2, 10), pools, queue_of(Arriving(requests), progress), prefill_cost=PrefillCost(least=0.0, token=0.0)
     )
     (first,) = refill(allocator)
     allocator.release(first)
@@ -482,12 +490,38 @@ def test_compaction_moves_only_rows_after_the_bucket() -> None:
     assert allocator.slots.owner.tolist() == [3, 1, -1, -1]
 
 
+@pytest.mark.parametrize(
+    ("rows", "pages", "rounds", "preempted"),
+    [(30, 1230, 31, 0), (30, 1204, 37, 1), (30, 1130, 62, 0), (75, 1204, 93, 0)],
+)
+def test_the_last_requests_begin_together_if_few_pages_lack_at_the_end(
+    rows: int, pages: int, rounds: int, preempted: int
+) -> None:
+    """Of 30 slots. Equal rows need 41 pages each at the end, 1230 in all. 0.6 of a row lacks: it does not begin when the others
+    have ended. 2.4 rows lack, more than a quarter of what rows add while they decode; or 15 are left for the last 30 slots."""
+    requests = [request(i, [i] * 132, cap=32) for i in range(rows)]
+    states, pools = [progress(one) for one in requests], pools_of(1 + pages)
+    allocator = SlotAllocator(shape(30, 1 + pages, max_len=164), pools, waiting(states))
+    taken = sum(step for step, _ in drive(allocator, dict.fromkeys((one.request_id for one in requests), 32), pools))
+    assert (taken, sum(state.num_prefills for state in states) - rows) == (rounds, preempted)
+
+
+def test_a_request_that_others_may_follow_waits_for_all_its_pages() -> None:
+    pools, stream = pools_of(1204), Arriving([request(i, [i] * 132, cap=32) for i in range(30)])
+    allocator = SlotAllocator(
+        shape(30, 1204, max_len=164), pools, queue_of(stream, progress), prefill_cost=PrefillCost(least=0.0, token=0.0)
+    )
+    assert [len(refill(allocator)) for _ in range(2)] == [29, 0]
+    stream.ended = True
+    assert len(refill(allocator)) == 1
+
+
 def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> None:
     """Of 160 pages one row has few as yet and will have 101; another, which will have 76, waits in every round."""
     pools = pools_of(1 + 160)
     requests = [request(0, [1] * 4, cap=600, predicted=400), request(1, [2] * 4, cap=600, predicted=300)]
     allocator = SlotAllocator(
-        shape(2, 161), pools, waiting(map(progress, requests)), prefill_cost=PrefillCost(least=0.0, token=0.0)
+        shape(2, 161), pools, queue_of(Arriving(requests), progress), prefill_cost=PrefillCost(least=0.0, token=0.0)
     )
     (first,) = refill(allocator)
     assert refill(allocator) == []

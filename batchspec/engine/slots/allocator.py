@@ -7,6 +7,8 @@ are kept and it is prefilled again later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from batchspec.cache.page_tables import PagePools
@@ -30,6 +32,11 @@ round; for rows with a short limit once."""
 SPARE = 0.125
 """Share of a pass that is left empty rather than that a row is cut, where rows end with their prefill: the rest of the row would
 need another pass, at least."""
+LAST_SHARE = 0.75
+"""Share of the pages that rows are predicted to need later for which the last requests of a job wait, if all of them can begin
+then. Otherwise the few for which pages lack begin when others have ended: with equal outputs they would double the number of
+rounds. Rows are preempted at the end instead, whose second prefill takes less time: it computes as many tokens as lack pages, at
+most a third of those that rows add in the rounds that are saved."""
 TAKEN_AHEAD = 8
 """Maximum number of requests that are prepared beyond the free slots: of 256 rows that take 60 rounds each, about four end in a
 round."""
@@ -186,7 +193,7 @@ class SlotAllocator:
 
     def _admit(self, state: RequestState, promised: list[int], *, alone: bool, room: int | None) -> bool:
         """Grant pages for the request's tokens and the one that its prefill emits, if the pool can also hold what all requests
-        are predicted to need later.
+        are predicted to need later, or of the last requests enough of it (`LAST_SHARE`).
 
         promised  by K/V group, pages that the requests in slots are predicted to need; this request's are added
         alone     True if no request is in a slot or about to enter one; then predicted needs do not delay this one
@@ -209,7 +216,7 @@ class SlotAllocator:
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
             # A group with a window holds all pages of the row during its prefill, and fewer later.
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
-            if not alone and promised[group] + needed > self.pools.pools[group].num_free:
+            if not alone and promised[group] + needed > self.pools.pools[group].num_free and not self._last_ones_fit(promised):
                 return False
         state.pages, state.num_shared_pages, state.prefix_plan = prefix, prefix.num_columns, plan
         if plan is not None and self._prefixes is not None:
@@ -218,6 +225,22 @@ class SlotAllocator:
         self.pools.admit(state.pages, num_columns, hashes)
         for group, held in enumerate(prefix.num_held):
             promised[group] += max(0, expected[group] - held)
+        return True
+
+    def _last_ones_fit(self, promised: Sequence[int]) -> bool:
+        """Whether all requests that wait are the last ones, have a slot, and may begin now although pages may lack at the end
+        (`LAST_SHARE`). Not if one of them was preempted: it would be preempted again.
+
+        promised  as in `_admit`
+        """
+        if not self._waiting.are_last(self.slots.num_free) or any(state.num_prefills for state in self._waiting):
+            return False
+        columns = [self.pages_for(state.num_tokens) for state in self._waiting]
+        expected = [self.pools.most_held_by_row(self._expected_pages.of_waiting(state)) for state in self._waiting]
+        for group, pool in enumerate(self.pools.pools):
+            later = sum(max(0, own[group] - now) for own, now in zip(expected, columns, strict=True))
+            if sum(columns) + LAST_SHARE * (promised[group] + later) > pool.num_free:
+                return False
         return True
 
     def _hash(self, state: RequestState) -> list[bytes]:
