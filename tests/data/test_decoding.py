@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -16,7 +17,7 @@ import torch
 from batchspec import run
 from batchspec.config.schema import InputConfig
 from batchspec.data.dataset import writer
-from batchspec.data.dataset.decoding import Decoding, decoding_of
+from batchspec.data.dataset.decoding import Decoding, _all_differ, _dictionary, decoding_of
 from batchspec.data.dataset.files import reading
 from batchspec.data.dataset.reader import Source, open_source
 from batchspec.data.dataset.writer import plain_table, write_parquet
@@ -43,8 +44,11 @@ def opened(path: Path, limit: int | None = None) -> Source:
 
 
 def decoding(path: Path, *names: str) -> Decoding:
+    def head(begin: int, count: int) -> bytes:
+        return path.read_bytes()[begin : begin + count]
+
     with pq.ParquetFile(path) as file:
-        return decoding_of(file, 0, names, lambda paths: pq.ParquetFile(path, read_dictionary=list(paths)))
+        return decoding_of(file, 0, names, lambda paths: pq.ParquetFile(path, read_dictionary=list(paths)), head)
 
 
 @contextmanager
@@ -166,6 +170,41 @@ def test_long_values_that_differ_are_read_as_they_are_although_they_are_in_a_dic
     with at_most(350):  # the dictionary's page, its values, and batches of 4 MB
         read = [shard.table.column("long").to_pylist() for shard in opened(path).shards(16)]
     assert [row for rows in read for row in rows] == images.to_pylist()
+
+
+@pytest.mark.parametrize("options", [{}, {"write_page_checksum": True}, {"data_page_version": "2.0"}])
+def test_of_images_that_all_differ_no_dictionary_is_made(
+    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header of its page tells how many there are, with a check sum too. If two rows share one, its values are looked at."""
+    made = list[str]()
+
+    def counted(again: Any, group: int, path: str) -> pa.Array:
+        made.append(path)
+        return _dictionary(again, group, path)
+
+    monkeypatch.setattr("batchspec.data.dataset.decoding._dictionary", counted)
+    images = [bytes([i]) * (100 << 10) for i in range(70)]
+    for more, dictionaries in (([], 0), ([images[3]], 1), ([None], 1), (images, 1)):
+        rows = [*images, *more]
+        path = written(tmp_path / "in.parquet", pa.array(rows, pa.binary()), dictionary_pagesize_limit=64 * MB, **options)
+        made.clear()
+        with at_most(64):
+            read = [shard.table.column("long").to_pylist() for shard in opened(path).shards(16)]
+        assert [row for shard in read for row in shard] == rows
+        assert made == ["long"] * dictionaries
+
+
+def test_a_damaged_header_of_a_dictionary_says_nothing(tmp_path: Path) -> None:
+    images = pa.array([bytes([i]) * (100 << 10) for i in range(70)], pa.binary())
+    path = written(tmp_path / "in.parquet", images, dictionary_pagesize_limit=64 * MB)
+    with pq.ParquetFile(path) as file:
+        chunk = file.metadata.row_group(0).column(1)
+    header = path.read_bytes()[chunk.dictionary_page_offset :][:64]
+    assert _all_differ(chunk, lambda begin, count: header)
+    for cut in range(12):
+        assert not _all_differ(chunk, lambda begin, count, cut=cut: header[:cut])
+        assert not _all_differ(chunk, lambda begin, count, cut=cut: b"\xff" * cut)
 
 
 def test_a_dictionary_is_found_although_the_first_rows_have_no_value(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """How a row group of Parquet is decoded in bounded memory: rows at a time, and columns that stay dictionaries.
 
 The sizes in a footer are those of encoded values: a text of 1 MB that 3,000 rows share has 1 MB in its column's dictionary, and
-takes 3 GB when it is repeated in each row. So the longest value of each dictionary is looked up first.
+takes 3 GB when it is repeated in each row. So the longest value of each dictionary is looked up first, unless large values all
+differ: Arrow takes seconds to make a dictionary of some hundred MB.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ INDEX_BYTES, HEADER_BYTES = 4, 64 << 10
 """More than an index into a dictionary takes, and more than the headers of a chunk's pages."""
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 DICTIONARIES = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+LARGE_BYTES = 64 << 10
+"""Mean size of values from which they are large, such as images."""
+PAGE_HEADER_BYTES = 64
+"""More than the first fields of the header of a dictionary's page take."""
+I32, STRUCT, DICTIONARY_HEADER = 5, 12, 7
+"""Types in Thrift's compact protocol, and the field of a page's header that has the number of values of its dictionary."""
 TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
@@ -52,7 +59,12 @@ class Open(Protocol):
         """The file, opened again, with the columns at these paths as dictionaries."""
 
 
-def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: Open) -> Decoding:
+class Head(Protocol):
+    def __call__(self, begin: int, count: int) -> bytes:
+        """`count` bytes of the file from `begin` on; fewer at its end."""
+
+
+def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: Open, head: Head) -> Decoding:
     """How these columns of a row group are decoded. Reads the dictionaries that may have long values."""
     footer = file.metadata.row_group(group)
     rows, mean, longest, dictionaries = max(1, footer.num_rows), 0.0, 0, list[str]()
@@ -69,7 +81,7 @@ def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: O
         kind = file.schema_arrow.field(name).type if path == name else None
         if pa.types.is_dictionary(kind or pa.null()):
             continue
-        value_bytes, as_dictionary = _longest_value(chunk, group, again)
+        value_bytes, as_dictionary = _longest_value(chunk, group, again, head)
         if as_dictionary and kind in TEXTS and value_bytes * min(rows, BATCH_ROWS) > MOST_BYTES:
             dictionaries.append(name)
         else:
@@ -84,7 +96,7 @@ def _fixed_width(file: pq.ParquetFile, place: int) -> int:
     return int(file.metadata.schema.column(place).length)
 
 
-def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tuple[int, bool]:
+def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open, head: Head) -> tuple[int, bool]:
     """Bytes of the longest value that many rows of a column chunk may share, and whether the column may be read as a dictionary,
     which has each value in memory once: all values of the chunk are in its dictionary, and each is that of two rows on average.
     With fewer rows each, as with images that all differ, nothing is saved: Arrow gives the whole dictionary with every batch.
@@ -95,12 +107,41 @@ def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tu
     unknown = min(size, MOST_BYTES // FEW_ROWS)
     if size * min(chunk.num_values, BATCH_ROWS) <= MOST_BYTES:
         return 0, False
+    if size >= LARGE_BYTES * chunk.num_values and _all_differ(chunk, head):
+        return size, False
     if chunk.has_dictionary_page or DICTIONARIES & {*chunk.encodings}:
         lengths = pc.binary_length(_dictionary(again, group, chunk.path_in_schema))
         others = size - (pc.sum(lengths).as_py() or 0) - INDEX_BYTES * (len(lengths) + chunk.num_values)
         saves = 2 * len(lengths) <= chunk.num_values
         return pc.max(lengths).as_py() or unknown, saves and others <= HEADER_BYTES
     return (unknown if "DELTA_BYTE_ARRAY" in chunk.encodings else 0), False
+
+
+def _all_differ(chunk: pq.ColumnChunkMetaData, head: Head) -> bool:
+    """Whether the dictionary of a column chunk has as many values as the chunk, by the header of its page. Source: PageHeader in
+    parquet.thrift of the Parquet format, and Thrift's compact protocol."""
+    if not chunk.has_dictionary_page or chunk.dictionary_page_offset is None:
+        return False
+    bytes_, field = iter(head(chunk.dictionary_page_offset, PAGE_HEADER_BYTES)), 0
+    for byte in bytes_:
+        field += byte >> 4
+        if byte & 15 == I32:
+            _number(bytes_)
+        else:  # the dictionary's header, whose first field is the number
+            is_there = (field, byte & 15) == (DICTIONARY_HEADER, STRUCT) and next(bytes_, 0) == 1 << 4 | I32
+            return is_there and _number(bytes_) == chunk.num_values
+    return False
+
+
+def _number(bytes_: Iterator[int]) -> int:
+    """The next int32 in the compact protocol: seven bits a byte, the lowest first, the sign in the lowest of all."""
+    found = shift = 0
+    for byte in bytes_:
+        found |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    return found >> 1 ^ -(found & 1)
 
 
 def _dictionary(again: Open, group: int, path: str) -> pa.Array:

@@ -150,8 +150,13 @@ class ParquetFile:
         if key not in self._decodings:
             with self._open() as file:
                 self._footer = file.metadata
-                self._decodings[key] = decoding_of(file, group, columns, self._open)
+                self._decodings[key] = decoding_of(file, group, columns, self._open, self._head)
         return self._decodings[key]
+
+    def _head(self, begin: int, count: int) -> bytes:
+        with self.place.open() as file:
+            file.seek(begin)
+            return file.read(count)
 
     def check(self) -> None:
         check_same(self.place, self.name, self._stamp)
