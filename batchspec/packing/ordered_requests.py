@@ -20,6 +20,10 @@ EARLY_S = 5.0
 """Seconds before the present window is used up at which admission of the next one begins: a few rows with each request handed
 out. Admitting 2,000 chats at once would keep the GPU waiting for half a second. It does not wait for shards that worker processes
 admit, and it does not begin earlier, because other runs may still claim the next shards."""
+LATE_S, REST_S = 0.3, 0.005
+"""Seconds that the engine waits for a whole window. Then it gets what is admitted, part by part: a row with an image of a
+megabyte takes milliseconds to be read and sent. Until the next shard is there it goes on with what it has, and asks again after a
+rest."""
 
 PlanShard = Callable[[AdmittedShard], Iterator[list[Request]]]
 """Yields the requests of a shard: for each output row a list of none or one."""
@@ -33,16 +37,21 @@ def window_shards(slots: int, shard_rows: int) -> int:
 class _Window:
     """The requests of one window, admitted a share at a time. num_rows: maximum number of its input rows."""
 
-    def __init__(self, shards: AdmittedShards, planned: PlanShard, num_rows: int) -> None:
-        self._shards, self._planned, self._num_rows = shards, planned, num_rows
+    def __init__(self, shards: AdmittedShards, planned: PlanShard, num_rows: int, clock: Callable[[], float]) -> None:
+        self._shards, self._planned, self._num_rows, self._clock = shards, planned, num_rows, clock
         self._requests: list[Request] = []
-        self._waits = False
-        self._whole = False
+        """Those that were not taken."""
+        self._takes = self._took = False
+        """Whether `take` admits now; whether it has given a part."""
+        self._asked_at: float | None = None
+        """When `take` was called first."""
+        self.is_whole = False
         """Whether all rows are admitted."""
         self._steps = self._admitted()
 
     def admit_share(self, num_shares: int) -> None:
         """Admit a `num_shares`th of the remaining rows, or fewer if that would mean waiting for a worker process."""
+        self._takes = False
         for took in itertools.islice(self._steps, None if num_shares == 1 else -(-self._num_rows // num_shares)):
             if not took:
                 return
@@ -51,28 +60,44 @@ class _Window:
     @property
     def num_ready(self) -> int:
         """Number of requests of the window, once all its rows are admitted; 0 before."""
-        return len(self._requests) if self._whole else 0
+        return len(self._requests) if self.is_whole else 0
 
-    def admit_all(self) -> list[Request] | None:
-        """Admit the rest, and return all requests of the window. None after a shard if there is no request until then; call it
-        again: a run may read shards of error rows for hours, and may be asked to end meanwhile."""
-        self._waits = True
-        return self._requests if all(self._steps) else None
+    def take(self) -> list[Request] | None:
+        """Admit the rest, and return all requests of the window; or, once it is late (LATE_S), a part that needs no waiting.
+
+        None: there is none at present, because it is late, or after each shard without a request: a run may read shards of error
+        rows for hours, and may be asked to end meanwhile.
+        """
+        self._takes = True
+        if self._asked_at is None:
+            self._asked_at = self._clock()
+        if not all(self._steps) and not self._requests:
+            return None
+        found, self._requests, self._took = self._requests, [], True
+        return found
+
+    def _may_wait(self) -> bool:
+        """Whether admission goes on if the next shard has to be waited for."""
+        if not self._takes or self._asked_at is None:
+            return False
+        return not (self._requests or self._took) or self._clock() - self._asked_at < LATE_S
 
     def _admitted(self) -> Iterator[bool]:
         """Yields True for each output row that was admitted, and False whenever the next one would have to be waited for, or
-        `admit_all` is to return."""
+        `take` is to return."""
         while True:
-            while not (self._waits or self._shards.is_ready()):
+            while not (self._shards.is_ready() or self._may_wait()):
+                if self._takes and not self._requests:
+                    time.sleep(REST_S)
                 yield False
             admitted = next(self._shards, None)
             if admitted is None:
-                self._whole = True
+                self.is_whole = True
                 return
             for requests in self._planned(admitted):
                 self._requests += requests
                 yield True
-            if self._waits and not self._requests:
+            if self._takes and not self._requests:
                 yield False
 
 
@@ -108,18 +133,20 @@ class OrderedRequests:
         self.num_ready, self.ended = 0, False
 
     def next_ready(self) -> Request | None:
-        """The next request. It waits for the next window, or for a shard of it without any request, after which it is None."""
+        """The next request. It waits for the next window, or for a shard of it without any request, after which it is None; not
+        for a shard of a window that is late."""
         if self._left and self._ends_soon():
             self._coming.admit_share(max(1, len(self._left)))
         while not self._left:
             if self._number == self._num_windows:
                 self.ended = True
                 return None
-            if (requests := self._coming.admit_all()) is None:
+            if (requests := self._coming.take()) is None:
                 return None
             self._left.extend(order_requests(requests))
-            self._number += 1
-            self._coming = self._begin(self._number)
+            if self._coming.is_whole:
+                self._number += 1
+                self._coming = self._begin(self._number)
         request = self._left.popleft()
         self._handed_out += 1
         self.num_ready = len(self._left) or self._coming.num_ready
@@ -143,4 +170,5 @@ class OrderedRequests:
 
     def _window_of(self, most: int | None, num_shards: int) -> _Window:
         """A window of the next `num_shards` shards. most: None for all that come, if they should be more."""
-        return _Window(self._admit(itertools.islice(self._shards, most)), self._planned, num_shards * self._shard_rows)
+        planned, num_rows = self._planned, num_shards * self._shard_rows
+        return _Window(self._admit(itertools.islice(self._shards, most)), planned, num_rows, self._clock)

@@ -19,6 +19,7 @@ from batchspec.data.dataset.columns import map_columns
 from batchspec.data.dataset.reader import InputShard, table_source
 from batchspec.packing.admit import Admission
 from batchspec.packing.feed import Feed
+from batchspec.packing.ordered_requests import LATE_S
 from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion, Request
@@ -37,6 +38,7 @@ def feed_and_admission(
     slots: int,
     clock: Callable[[], float] = time.monotonic,
     compiling: RequestCompiler | None = None,
+    kind: Callable[[Iterator[AdmittedShard]], AdmittedShards] = AdmittedShards,
 ) -> tuple[Feed, Admission]:
     source = table_source(pa.table({"prompt": ["x"] * len(caps), "max_new_tokens": caps}))
     config = RunConfig()
@@ -46,14 +48,16 @@ def feed_and_admission(
     )
     num_shards = -(-len(caps) // shard_rows)
     made = Feed(
-        source.shards(shard_rows), partial(admitted_here, admission), predicted=admission.predicted, num_shards=num_shards,
+        source.shards(shard_rows), partial(admitted_here, admission, kind), predicted=admission.predicted, num_shards=num_shards,
         shard_rows=shard_rows, slots=slots, clock=clock, compiling=compiling,
     )
     return made, admission
 
 
-def admitted_here(admission: Admission, shards: Iterator[InputShard]) -> AdmittedShards:
-    return AdmittedShards(AdmittedShard(shard, admission.admit(shard)) for shard in shards)
+def admitted_here(
+    admission: Admission, kind: Callable[[Iterator[AdmittedShard]], AdmittedShards], shards: Iterator[InputShard]
+) -> AdmittedShards:
+    return kind(AdmittedShard(shard, admission.admit(shard)) for shard in shards)
 
 
 def done(request: Request, num_tokens: int = 1) -> Completion:
@@ -121,6 +125,78 @@ def test_the_next_window_can_be_taken_without_waiting_once_all_of_it_is_admitted
         ready.append(made.requests.num_ready)
         seconds += 0.001
     assert ready == [*range(39, 0, -1), 40, *range(39, -1, -1)]
+
+
+class Worker:
+    """Admits a shard in `shard_s` seconds, one after the other. `now` goes on while one waits for it."""
+
+    def __init__(self, shard_s: float) -> None:
+        self.shard_s, self.now, self.num_done = shard_s, 0.0, 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def admits(self, shards: Iterator[AdmittedShard]) -> AdmittedShards:
+        return _OfWorker(shards, self)
+
+
+class _OfWorker(AdmittedShards):
+    def __init__(self, shards: Iterator[AdmittedShard], worker: Worker) -> None:
+        super().__init__(shards)
+        self._worker = worker
+
+    @property
+    def _done_at(self) -> float:
+        return (self._worker.num_done + 1) * self._worker.shard_s
+
+    def __next__(self) -> AdmittedShard:
+        found = super().__next__()
+        self._worker.now = max(self._worker.now, self._done_at)
+        self._worker.num_done += 1
+        return found
+
+    def is_ready(self) -> bool:
+        return self._worker.now >= self._done_at
+
+
+def test_a_window_that_is_admitted_slowly_comes_in_parts_and_the_engine_waits_for_the_first_alone() -> None:
+    """Shards of four rows, a fifth of a second each, and windows of five shards. The second shard comes after LATE_S."""
+    worker = Worker(0.2)
+    caps = [1 + i for i in range(40)]
+    made, _ = feed_and_admission(caps, shard_rows=4, slots=10, clock=worker.clock, kind=worker.admits)
+    given, waited = list[int](), list[float]()
+    while not made.requests.ended:
+        before = worker.now
+        request = made.requests.next_ready()
+        waited.append(worker.now - before)
+        if request is not None:
+            given.append(request.max_new_tokens)
+        elif not made.requests.ended:
+            worker.now = round(worker.now + 0.1, 3)  # a round
+    assert given[:16] == [*range(8, 0, -1), *range(12, 8, -1), *range(16, 12, -1)]
+    assert sorted(given) == caps
+    assert waited[0] == pytest.approx(0.4)
+    assert [seconds for seconds in waited[1:20] if seconds] == []
+
+
+def test_a_window_that_is_admitted_in_time_comes_longest_first() -> None:
+    worker = Worker(LATE_S / 6)
+    made, _ = feed_and_admission([1 + i for i in range(20)], shard_rows=4, slots=10, clock=worker.clock, kind=worker.admits)
+    assert [request.max_new_tokens for request in all_of(made.requests)] == [*range(20, 0, -1)]
+
+
+def test_parts_without_a_request_end_nothing() -> None:
+    """Shards of bad rows, of which each is given back, between those of good ones."""
+    worker = Worker(0.2)
+    caps = [*[9] * 8, *[-1] * 8, *[7] * 4]
+    made, _ = feed_and_admission(caps, shard_rows=4, slots=10, clock=worker.clock, kind=worker.admits)
+    given = list[int]()
+    while not made.requests.ended:
+        request = made.requests.next_ready()
+        worker.now += 0.05
+        given += [] if request is None else [request.max_new_tokens]
+    assert given == [9] * 8 + [7] * 4
+    assert [shard.shard.index for shard in made.complete()] == [2, 3]
 
 
 def admitted_by(rows_a_second: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
