@@ -497,8 +497,8 @@ def test_compaction_moves_only_rows_after_the_bucket() -> None:
 def test_the_last_requests_begin_together_if_few_pages_lack_at_the_end(
     rows: int, pages: int, rounds: int, preempted: int
 ) -> None:
-    """Of 30 slots. Equal rows need 41 pages each at the end, 1230 in all. 0.6 of a row lacks: it does not begin when the others
-    have ended. 2.4 rows lack, more than a quarter of what rows add while they decode; or 15 are left for the last 30 slots."""
+    """In 30 slots. Each row needs 41 pages at the end, eight of them for its output. 26 pages lack for 30 rows: all begin, and
+    one is preempted. 100 lack, or 15 rows are left for the last wave: none is preempted."""
     requests = [request(i, [i] * 132, cap=32) for i in range(rows)]
     states, pools = [progress(one) for one in requests], pools_of(1 + pages)
     allocator = SlotAllocator(shape(30, 1 + pages, max_len=164), pools, waiting(states))

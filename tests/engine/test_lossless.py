@@ -399,6 +399,16 @@ def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int, fp8
     assert not fp8_kv or tokens != expected_tokens(requests)  # the rounding of K and V shows
 
 
+@pytest.mark.parametrize(("pages", "rounds", "preempted"), [(169, 23, 0), (165, 26, 1), (150, 46, 0)])
+def test_the_last_rows_begin_together_if_few_pages_lack_at_the_end(pages: int, rounds: int, preempted: int) -> None:
+    """Eight equal rows need 21 pages each at the end, six of them for their outputs. Four pages lack: all rows begin, and one is
+    preempted. 19 pages lack: a row waits until the others have ended, and there are twice as many rounds."""
+    requests = [request(i, [i, *range(1, 30), *range(1, 30), i], cap=24) for i in range(8)]
+    tokens, _, engine = run(requests, packed(8, num_pages=pages, max_len=84), NoDrafter())
+    assert (engine.totals.rounds, engine.totals.preempted) == (rounds, preempted)
+    assert tokens == expected_tokens(requests)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_rows_that_are_all_sampled_alike_are_preempted_and_resume(sampling: SamplingParams) -> None:
     """No other row makes a round do what these rows need; a preempted row keeps its own counts, not those of its slot."""
