@@ -257,7 +257,7 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
     monkeypatch.setattr(group, "joined", joined)
     channel = SimpleNamespace(
         start_liveness_thread=lambda: told.append(-1),
-        is_lost=lambda: False,
+        is_lost=lambda: True,
         tell_load_progress=lambda number: None,
         load_progress=lambda: [0, 0],
     )
@@ -268,7 +268,7 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
 
 def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
-    monkeypatch.setattr(Seat, "channel", lambda seat: SimpleNamespace(waiting=nullcontext))
+    monkeypatch.setattr(Seat, "channel", lambda seat: SimpleNamespace(waiting=nullcontext, meet=lambda: None))
     monkeypatch.setattr(group, "GlooCollectives", lambda *_, **__: None)
     monkeypatch.setattr(group, "PeerCollectives", lambda *_, nccl_s: made.append(nccl_s))
     for name, value in (("device_count", 1), ("set_device", None), ("current_device", 0)):

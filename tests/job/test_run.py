@@ -181,8 +181,9 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         ),
         (
             ["+job=dmeo"],
-            "job=dmeo is not a choice of the group job; did you mean demo? choices: caption, demo, label, nemotron_nano, "
-            "ocr, reasoning_35b, reasoning_8k; a recipe of your own is FOLDER/job/dmeo.yaml with --config-dir FOLDER",
+            "job=dmeo is not a choice of the group job; did you mean demo? choices: caption, demo, demo_images, label, "
+            "nemotron_nano, ocr, reasoning_35b, reasoning_8k; a "
+            "recipe of your own is FOLDER/job/dmeo.yaml with --config-dir FOLDER",
         ),
         (["job=demo"], "write +job="),
         (["=3"], "cannot read the override '=3'; write key=value"),
@@ -393,7 +394,7 @@ def test_help_shows_examples_groups_and_keys_and_runs_nothing(jobs: Jobs, capsys
         assert run.main(words) == 0
         said = capsys.readouterr().out
         assert said.count("batchspec run ") >= 5
-        assert re.search(r"\n  job +caption, demo, label, nemotron_nano, ocr, reasoning_35b, reasoning_8k\n", said)
+        assert re.search(r"\n  job +caption, demo, demo_images, label, nemotron_nano, ocr, reasoning_35b, reasoning_8k\n", said)
         assert re.search(r"\n  decode\.max_new_tokens=1024 +Maximum number of output tokens of a completion\.\n", said)
     assert jobs.ran == []
 
