@@ -20,7 +20,6 @@ from batchspec.process.local_files import fault_of, passes
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL = ["*.json", "*.jinja"]
-_KEYS_OF_HEADS = ("draft.path", "HEAD")
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 
 
@@ -115,7 +114,7 @@ def _blobs(hub_id: str) -> Path:
 
 
 def _shipped(path: str, key: str) -> Path:
-    name, found = path.removeprefix(SHIPPED), shipped("heads" if key in _KEYS_OF_HEADS else "models")
+    name, found = path.removeprefix(SHIPPED), shipped("models") | shipped("heads")
     if name not in found:
         names = ", ".join(SHIPPED + each for each in found)
         raise CheckpointError(f"{key}={path} is not shipped with batchspec; shipped: {names}")

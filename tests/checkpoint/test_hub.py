@@ -55,19 +55,16 @@ def test_a_missing_folder_of_a_head_is_no_model() -> None:
         find_model("/nope", key="draft.path")
 
 
-def test_a_shipped_head_is_named_by_its_folder() -> None:
-    folder = resolve_model("pkg://smollm2-135m-eagle3", key="draft.path")
+@pytest.mark.parametrize(("name", "key"), [("reader", "model.path"), ("smollm2-135m-eagle3", "draft.path")])
+def test_a_shipped_model_or_head_is_named_by_its_folder(name: str, key: str) -> None:
+    folder = resolve_model(f"pkg://{name}", key=key)
     assert (folder / "config.json").is_file()
     assert sum(file.stat().st_size for file in folder.iterdir()) < 16_000_000
-    said = "draft.path=pkg://none is not shipped with batchspec; shipped: pkg://smollm2-135m-eagle3"
-    with pytest.raises(CheckpointError, match=said):
-        find_model("pkg://none", key="draft.path")
 
 
-def test_a_shipped_model_is_named_by_its_folder() -> None:
-    for key in ("model.path", "MODEL"):
-        assert (resolve_model("pkg://reader", key=key) / "model.safetensors").is_file()
-    assert refusal("pkg://none") == "model.path=pkg://none is not shipped with batchspec; shipped: pkg://reader"
+def test_a_name_that_is_not_shipped() -> None:
+    said = "model.path=pkg://none is not shipped with batchspec; shipped: pkg://reader, pkg://smollm2-135m-eagle3"
+    assert refusal("pkg://none") == said
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
