@@ -7,7 +7,7 @@ import io
 import sys
 from typing import Any
 
-from batchspec.images.header import BadImage
+from batchspec.images.header import BadImage, check_transparency
 
 HEAD = "data:image/png;base64,"
 """Of a data URL, whose image may have another format."""
@@ -23,15 +23,20 @@ def is_image(value: Any) -> bool:
 
 def encode(image: Any) -> bytes:
     """The shown frame without loss, turned as its EXIF says: of an image of a file what reading the file gives, too. Raises
-    BadImage for a file that cannot be decoded, and for a mode that no file has."""
-    out = io.BytesIO()
+    BadImage for an image that cannot be decoded, and for a mode that no file has."""
+    out, advice = io.BytesIO(), "decoded ({}); give a whole image, and call its load() before its file is closed"
     try:
+        check_transparency(image)
+        image.load()
+        advice = "encoded ({}); convert it to RGB"
         upright = importlib.import_module("PIL.ImageOps").exif_transpose(image)
         if upright.mode in _PNG:
             upright.save(out, "PNG", compress_level=1)
         else:
-            upright.save(out, "TIFF")
+            upright.save(out, "TIFF", compression="raw")  # by default that of its own file, which may be JPEG
+    except BadImage as error:
+        raise BadImage(error.code, f"an image of mode {image.mode}: {error}") from None
     except Exception as error:  # decoders of hostile bytes raise anything
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise BadImage("bad_image", f"an image of mode {image.mode} cannot be encoded ({said}); convert it to RGB") from error
+        said = advice.format(" ".join(str(error).split()) or type(error).__name__)
+        raise BadImage("bad_image", f"an image of mode {image.mode} cannot be {said}") from error
     return out.getvalue()

@@ -54,13 +54,20 @@ def read_header(data: bytes) -> Header:
     with opened(data) as image:
         width, height = image.size
         # A PNG's own `getexif` decodes it, to look for EXIF after the pixels. Pillow has swapped the size of a TIFF already.
-        if image.info.get("transparency") is not None and any(tile[3] == WIDE_COLOURS for tile in getattr(image, "tile", ())):
-            said = "one colour of 16 bits is transparent, and colours are read with 8 bits; save it with an alpha channel"
-            raise BadImage("bad_image", said)
+        check_transparency(image)
         turns = image.format != "TIFF" and pillow().Image.getexif(image).get(ORIENTATION) in SIDEWAYS
         if image.format == "TIFF" and _has_second_page(image):
             raise BadImage("bad_image", "a TIFF of several pages, and one is read; make a PDF of it, or an image of each page")
         return Header(str(image.format), *((width, height) if turns else (height, width)))
+
+
+def check_transparency(image: Any) -> None:
+    """Raises BadImage for colours of 16 bits of which one is transparent. Once it is decoded, only that one may show it."""
+    found = image.info.get("transparency")
+    wide = isinstance(found, tuple) and max(found) > 255
+    if found is not None and (wide or any(tile[3] == WIDE_COLOURS for tile in getattr(image, "tile", ()))):
+        said = "one colour of 16 bits is transparent, and colours are read with 8 bits; save it with an alpha channel"
+        raise BadImage("bad_image", said)
 
 
 def _has_second_page(image: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,9 +87,25 @@ def test_an_image_of_pillow_with_sixteen_bits_stays_what_it_is_and_one_that_no_f
     assert decode(encode(wide), Fit(1, 3))[0, :, 0].tolist() == [0, 255, 255]
     with pytest.raises(BadImage, match="mode F"):
         decode(encode(Image.new("F", (2, 2))), Fit(2, 2))
-    for image in (Image.new("HSV", (2, 2)), Image.open(io.BytesIO(picture(40, 40)[:-200]))):
-        with pytest.raises(BadImage, match=r"an image of mode .* cannot be encoded .*; convert it to RGB"):
+    with pytest.raises(BadImage, match=r"^an image of mode HSV cannot be encoded \(.*\); convert it to RGB$"):
+        encode(Image.new("HSV", (2, 2)))
+
+
+def test_an_image_of_pillow_that_cannot_be_decoded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(40, 40))
+    with Image.open(tmp_path / "a.png") as closed:
+        pass
+    for image in (closed, Image.open(io.BytesIO(picture(40, 40)[:-200]))):
+        with pytest.raises(BadImage, match=r"^an image of mode RGB cannot be decoded \(.+\); give a whole image, and call its "):
             encode(image)
+
+
+def test_an_image_of_pillow_from_a_tiff_with_jpeg_in_it_is_not_compressed_by_jpeg_again() -> None:
+    out = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 4), np.uint8)
+    Image.fromarray(pixels, "CMYK").save(out, "TIFF", compression="jpeg")
+    again = encode(Image.open(io.BytesIO(out.getvalue())))
+    assert (decode(again, Fit(32, 32)) == decode(out.getvalue(), Fit(32, 32))).all()
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -138,9 +155,10 @@ def test_a_transparent_colour_of_sixteen_bits_is_refused_before_it_is_decoded(co
             (b"IHDR", head), (b"tRNS", struct.pack(">3H", *colour)), (b"IDAT", zlib.compress(row)), (b"IEND", b""),
         )
     )
-    with pytest.raises(BadImage, match="one colour of 16 bits is transparent") as caught:
-        read_header(data)
-    assert caught.value.code == "bad_image"
+    for read in (read_header, lambda file: encode(Image.open(io.BytesIO(file)))):
+        with pytest.raises(BadImage, match="one colour of 16 bits is transparent") as caught:
+            read(data)
+        assert caught.value.code == "bad_image"
     plain = data.replace(data[33 : 33 + 18], b"")
     assert read_header(plain).width == 2
     assert decode(plain, Fit(1, 2))[0, 0].tolist() == [value >> 8 for value in colour]
