@@ -20,6 +20,7 @@ from batchspec.console.text import counted, quoted
 from batchspec.data.dataset.image_files import MISSING_IMAGE, ImageFiles
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
+from batchspec.images.encode import HEAD
 from batchspec.images.header import MOST_BYTES, BadImage, read_header
 from batchspec.images.pdf import header_of, identity_of
 from batchspec.images.pdf_page import PdfPage
@@ -103,7 +104,8 @@ class PromptImages:
         if self.of_pages and given is not None:
             return PdfPage(**given)
         if isinstance(given, Mapping):
-            given = given.get("bytes") or given.get("path")
+            data = given.get("bytes")
+            given = f"{HEAD}{data}" if data and isinstance(data, str) else data or given.get("path")  # text: of a cell of JSON
         if isinstance(given, bytes | bytearray | memoryview):
             return bytes(given)
         if given is None or given == "":

@@ -794,7 +794,13 @@ def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> 
             assert engine.generate([{**plain[0], "images": None}])["token_ids"].to_list() == alone
         opened = [Image.open(io.BytesIO(one)) for one in (A, B, A)]
         columns = {"messages": [one["messages"] for one in rows], "images": opened}
-        for data in (columns, [{**one, "images": [image]} for one, image in zip(rows, opened, strict=True)]):
+        a, b, _ = opened
+        own = [{"bytes": one, "path": None} for one in (A, B)]
+        cells: list[list[Any]] = [
+            [[one] for one in opened], [a, url(B), [a]], [own[0], own[1], [own[0]]], [[a], [B], [A]], [own[0], b, a],
+        ]
+        of_rows = [[{"messages": row["messages"], "images": one} for row, one in zip(rows, own, strict=True)] for own in cells]
+        for data in (columns, *of_rows):
             assert engine.generate(data)["token_ids"].to_list() == tokens[0]
         assert found.schema == engine.generate(pl.DataFrame(rows).clear()).schema
         streamed = {one.row_index: one.token_ids.tolist() for one in engine.stream(rows) if one.token_ids is not None}

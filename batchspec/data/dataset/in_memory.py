@@ -110,13 +110,24 @@ def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 
 def _with_encoded(name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """Bytes in place of Pillow's images, also in lists."""
-    if not any(is_image(one) for value in values for one in (value if isinstance(value, list | tuple) else (value,))):
+    """Bytes in place of Pillow's images, also in lists; beside values of other kinds they become data URLs (`_plain`)."""
+    kinds = _one_of_each_type(values)
+    if kinds.keys() <= {list, tuple}:
+        kinds = {kind: one for value in values if value is not None for kind, one in _one_of_each_type(value).items()}
+    images = {kind for kind, one in kinds.items() if is_image(one)}
+    if not images or not kinds.keys() - images <= {bytes}:
         return values
     return [
         [_encoded(one, row, name) for one in value] if isinstance(value, list | tuple) else _encoded(value, row, name)
         for row, value in enumerate(values)
     ]
+
+
+def _one_of_each_type(values: Sequence[Any]) -> dict[type, Any]:
+    """None left out."""
+    found = dict(zip(map(type, values), values, strict=True))
+    found.pop(type(None), None)
+    return found
 
 
 def _encoded(value: Any, row: int, name: str) -> Any:
