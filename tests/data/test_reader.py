@@ -144,6 +144,11 @@ def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: 
         bad = {row: why for shard in shards for row, why in shard.bad.items()}
         assert {row: why.code for row, why in bad.items()} == {7: "bad_json", 21: "bad_json"}
         assert bad[21].message == "the line is a list, not an object; correct the line"
+        alone = [shard.only(row) for shard in shards for row in range(shard.first_row, shard.first_row + shard.table.num_rows)]
+        assert [(one.first_row, one.table.num_rows, dict(one.bad)) for one in alone] == [
+            (row, 1, {row: bad[row]} if row in bad else {}) for row in range(40)
+        ]
+        assert [name for one in alone for name in request_ids(source, columns, one)] == ids
         # A column of several kinds holds each cell's own JSON: admission tells what is wrong with one, if it is mapped.
         table = pa.concat_tables(shard.table for shard in shards)
         other = {0: "5", 7: None, 21: None, 39: '["say 39"]'}
