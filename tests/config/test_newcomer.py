@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from batchspec.config.schema import InputConfig, OutputConfig, RunConfig
 from batchspec.data.dataset.columns import map_columns
@@ -288,6 +289,8 @@ def test_values_that_arrow_cannot_hold_are_refused() -> None:
     for rows in (pl.DataFrame({"prompt": ["a"], "x": [object()]}), [{"prompt": "a", "x": {1, 2}}]):
         with pytest.raises(InputError, match=r"column 'x' holds Python objects \((object|set)\); give plain values"):
             table_of(rows)
+    with pytest.raises(InputError, match=r"'x' holds Python objects \(Image\); give the rows as a list of dictionaries, or"):
+        table_of(pl.DataFrame({"x": [Image.new("L", (2, 2))]}))
     with pytest.raises(InputError, match=r"prompt: String, x: Int128 do not make an Arrow table \(.*\); cast the column"):
         table_of(pl.DataFrame({"prompt": ["a"], "x": pl.Series([1], dtype=pl.Int128)}))
     with pytest.raises(InputError, match=r"rows of type list do not make a table \(.*too large"):

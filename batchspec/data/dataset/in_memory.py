@@ -235,8 +235,9 @@ def _typed(data: Any) -> pa.Table:
             f"rows of type {type(data).__name__} do not make a table ({said}); give a table or a list of dictionaries"
         ) from None
     if objects := [name for name, kind in frame.schema.items() if kind == pl.Object]:
-        kind = type(frame[objects[0]].drop_nulls()[0]).__name__
-        said = f"column {objects[0]!r} holds Python objects ({kind}); give plain values, lists or dictionaries, or leave it out"
+        held = frame[objects[0]].drop_nulls()[0]
+        advice = "give the rows as a list of dictionaries" if is_image(held) else "give plain values, lists or dictionaries"
+        said = f"column {objects[0]!r} holds Python objects ({type(held).__name__}); {advice}, or leave it out"
         raise InputError(said)
     try:
         # pyarrow's kernels do not support Arrow's newer string views.
