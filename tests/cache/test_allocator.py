@@ -506,6 +506,15 @@ def test_the_last_requests_begin_together_if_few_pages_lack_at_the_end(
     assert (taken, sum(state.num_prefills for state in states) - rows) == (rounds, preempted)
 
 
+def test_no_row_is_preempted_for_the_last_requests_if_some_of_them_have_no_slot_yet() -> None:
+    """Pages for 29 of 30 slots, and 33 rows, which take two waves in any case."""
+    requests = [request(i, [i] * 4, cap=160) for i in range(33)]
+    states, pools = [progress(one) for one in requests], pools_of(1204)
+    allocator = SlotAllocator(shape(30, 1204, max_len=164), pools, waiting(states))
+    assert sum(step for step, _ in drive(allocator, dict.fromkeys((one.request_id for one in requests), 160), pools)) == 318
+    assert {state.num_prefills for state in states} == {1}
+
+
 def test_a_request_that_others_may_follow_waits_for_all_its_pages() -> None:
     pools, stream = pools_of(1204), Arriving([request(i, [i] * 132, cap=32) for i in range(30)])
     allocator = SlotAllocator(

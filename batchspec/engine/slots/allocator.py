@@ -124,7 +124,7 @@ class SlotAllocator:
             index = self._waiting.first_ready(index or 0, self.batch.num_slots)
             if index is None or not self._admit(
                 state := self._waiting[index], promised, alone=not (self.slots.num_live or group),
-                room=self._room(len(group), num_tokens),
+                num_slots=len(free) - len(group), room=self._room(len(group), num_tokens),
             ):
                 break
             del self._waiting[index]
@@ -191,13 +191,14 @@ class SlotAllocator:
             return AMPLE_PAGES
         return GROW_PAGES if all(pool.num_free - count > GROW_PAGES * num_slots for pool in pools) else 0
 
-    def _admit(self, state: RequestState, promised: list[int], *, alone: bool, room: int | None) -> bool:
+    def _admit(self, state: RequestState, promised: list[int], *, alone: bool, num_slots: int, room: int | None) -> bool:
         """Grant pages for the request's tokens and the one that its prefill emits, if the pool can also hold what all requests
         are predicted to need later, or of the last requests enough of it (`LAST_SHARE`).
 
-        promised  by K/V group, pages that the requests in slots are predicted to need; this request's are added
-        alone     True if no request is in a slot or about to enter one; then predicted needs do not delay this one
-        room      as `_room`
+        promised   by K/V group, pages that the requests in slots are predicted to need; this request's are added
+        alone      True if no request is in a slot or about to enter one; then predicted needs do not delay this one
+        num_slots  that are left for this request and those that wait with it
+        room       as `_room`
         """
         request = state.request
         assert (request.device_limit > 0) == self.batch.decodes, f"{request.request_id!r}: the batch was planned for other rows"
@@ -216,7 +217,9 @@ class SlotAllocator:
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
             # A group with a window holds all pages of the row during its prefill, and fewer later.
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
-            if not alone and promised[group] + needed > self.pools.pools[group].num_free and not self._last_ones_fit(promised):
+            if not alone and promised[group] + needed > self.pools.pools[group].num_free and not (
+                self._last_ones_fit(promised, num_slots)
+            ):
                 return False
         state.pages, state.num_shared_pages, state.prefix_plan = prefix, prefix.num_columns, plan
         if plan is not None and self._prefixes is not None:
@@ -227,20 +230,22 @@ class SlotAllocator:
             promised[group] += max(0, expected[group] - held)
         return True
 
-    def _last_ones_fit(self, promised: Sequence[int]) -> bool:
+    def _last_ones_fit(self, promised: Sequence[int], num_slots: int) -> bool:
         """Whether all requests that wait are the last ones, have a slot, and may begin now although pages may lack at the end
         (`LAST_SHARE`). Not if one of them was preempted: it would be preempted again.
 
-        promised  as in `_admit`
+        promised, num_slots  as in `_admit`
         """
-        if not self._waiting.are_last(self.slots.num_free) or any(state.num_prefills for state in self._waiting):
+        if not self._waiting.are_last(num_slots):
             return False
-        columns = [self.pages_for(state.num_tokens) for state in self._waiting]
-        expected = [self.pools.most_held_by_row(self._expected_pages.of_waiting(state)) for state in self._waiting]
-        for group, pool in enumerate(self.pools.pools):
-            later = sum(max(0, own[group] - now) for own, now in zip(expected, columns, strict=True))
-            if sum(columns) + LAST_SHARE * (promised[group] + later) > pool.num_free:
-                return False
+        needed = [LAST_SHARE * count for count in promised]
+        for state in self._waiting:
+            now = self.pages_for(state.num_tokens)
+            expected = self.pools.most_held_by_row(self._expected_pages.of_waiting(state))
+            for group, (own, pool) in enumerate(zip(expected, self.pools.pools, strict=True)):
+                needed[group] += now + LAST_SHARE * max(0, own - now)
+                if state.num_prefills or needed[group] > pool.num_free:
+                    return False
         return True
 
     def _hash(self, state: RequestState) -> list[bytes]:
