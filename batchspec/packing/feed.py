@@ -54,7 +54,8 @@ class Feed:
     ) -> None:
         self._shards = opened = OpenShards(rows, predicted, journaled or Journaled())
         ordered = OrderedRequests(
-            shards, admit, opened.planned, predicted, num_shards=num_shards, shard_rows=shard_rows, slots=slots, clock=clock
+            shards, admit, opened.planned, predicted, busy=lambda: opened.num_unfinished > 0, num_shards=num_shards,
+            shard_rows=shard_rows, slots=slots, clock=clock,
         )
 
         def refuse(completion: Completion) -> None:

@@ -40,6 +40,8 @@ class OpenShards:
         self._open: dict[int, _OpenShard] = {}
         self._done: list[int] = []
         """Open shards whose rows are all finished."""
+        self.num_unfinished = 0
+        """Number of requests without a completion."""
 
     def planned(self, admitted: AdmittedShard) -> Iterator[list[Request]]:
         """Yield for each planned row of a shard a list of none or one request. The shard is open once all were taken."""
@@ -50,6 +52,7 @@ class OpenShards:
             opened.num_carried += known is None
             if isinstance(known, Completion):
                 opened.completions.append(known)
+            self.num_unfinished += isinstance(known, Request)
             yield [self._predicted(known)] if isinstance(known, Request) else []
         self._open[admitted.shard.index] = opened
         if opened.is_done:
@@ -59,6 +62,7 @@ class OpenShards:
         """Add the completion of a request of an open shard."""
         opened = self._open[completion.shard]
         opened.completions.append(completion)
+        self.num_unfinished -= 1
         if opened.is_done:
             self._done.append(completion.shard)
 

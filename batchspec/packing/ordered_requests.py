@@ -22,8 +22,8 @@ out. Admitting 2,000 chats at once would keep the GPU waiting for half a second.
 admit, and it does not begin earlier, because other runs may still claim the next shards."""
 LATE_S, REST_S = 0.3, 0.005
 """Seconds that the engine waits for a whole window. Then it gets what is admitted, part by part: a row with an image of a
-megabyte takes milliseconds to be read and sent. Until the next shard is there it goes on with what it has, and asks again after a
-rest."""
+megabyte takes milliseconds to be read and sent. Until the next shard is there it goes on with what it has, and asks again, after
+a rest if it has nothing to do."""
 
 PlanShard = Callable[[AdmittedShard], Iterator[list[Request]]]
 """Yields the requests of a shard: for each output row a list of none or one."""
@@ -35,10 +35,16 @@ def window_shards(slots: int, shard_rows: int) -> int:
 
 
 class _Window:
-    """The requests of one window, admitted a share at a time. num_rows: maximum number of its input rows."""
+    """The requests of one window, admitted a share at a time.
 
-    def __init__(self, shards: AdmittedShards, planned: PlanShard, num_rows: int, clock: Callable[[], float]) -> None:
-        self._shards, self._planned, self._num_rows, self._clock = shards, planned, num_rows, clock
+    num_rows      maximum number of its input rows
+    busy, clock   as of `OrderedRequests`
+    """
+
+    def __init__(
+        self, shards: AdmittedShards, planned: PlanShard, num_rows: int, busy: Callable[[], bool], clock: Callable[[], float]
+    ) -> None:
+        self._shards, self._planned, self._num_rows, self._busy, self._clock = shards, planned, num_rows, busy, clock
         self._requests: list[Request] = []
         """Those that were not taken."""
         self._takes = self._took = False
@@ -56,6 +62,11 @@ class _Window:
             if not took:
                 return
             self._num_rows -= 1
+
+    @property
+    def is_late(self) -> bool:
+        """Whether `take` has given a part and others come."""
+        return self._took and not self.is_whole
 
     @property
     def num_ready(self) -> int:
@@ -87,7 +98,7 @@ class _Window:
         `take` is to return."""
         while True:
             while not (self._shards.is_ready() or self._may_wait()):
-                if self._takes and not self._requests:
+                if self._takes and not (self._requests or self._busy()):
                     time.sleep(REST_S)
                 yield False
             admitted = next(self._shards, None)
@@ -107,20 +118,23 @@ class OrderedRequests:
     admit       admits the rows of shards
     planned     decides which of them are decoded
     predicted   returns a request with its present predicted output length
+    busy        whether a request of a shard that `planned` was given is not finished
     num_shards  number of shards in `shards`
     shard_rows  input rows of a shard; the last shard may have fewer
     slots       number of slots of the batch
 
     Longest first helps if a window holds more rows than the batch: for 800 rows of 8K with known lengths and 88 slots, windows of
     64 rows take 5,454 rounds and windows of 176 rows take 4,853. The remainder of the input is merged into the last window:
-    otherwise its longest requests would become a tail that leaves most slots empty.
+    otherwise its longest requests would become a tail that leaves most slots empty. For the same reason each part of a late
+    window joins those of its requests that were not handed out.
     """
 
     def __init__(
         self, shards: Iterator[InputShard], admit: AdmitShards, planned: PlanShard, predicted: Callable[[Request], Request], *,
-        num_shards: int, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic,
+        busy: Callable[[], bool], num_shards: int, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shards, self._admit, self._planned, self._predicted, self._clock = shards, admit, planned, predicted, clock
+        self._shards, self._admit, self._planned, self._predicted = shards, admit, planned, predicted
+        self._busy, self._clock = busy, clock
         self._num_shards, self._shard_rows, self._slots = num_shards, shard_rows, slots
         self._window = window_shards(slots, shard_rows)
         self._num_windows = max(1, num_shards // self._window)
@@ -135,18 +149,21 @@ class OrderedRequests:
     def next_ready(self) -> Request | None:
         """The next request. It waits for the next window, or for a shard of it without any request, after which it is None; not
         for a shard of a window that is late."""
-        if self._left and self._ends_soon():
+        if self._left and self._ends_soon() and not self._coming.is_late:
             self._coming.admit_share(max(1, len(self._left)))
-        while not self._left:
+        while not self._left or self._coming.is_late:
             if self._number == self._num_windows:
                 self.ended = True
                 return None
             if (requests := self._coming.take()) is None:
-                return None
-            self._left.extend(order_requests(requests))
+                break
+            if requests:
+                self._left = deque(order_requests([*self._left, *requests]))
             if self._coming.is_whole:
                 self._number += 1
                 self._coming = self._begin(self._number)
+        if not self._left:
+            return None
         request = self._left.popleft()
         self._handed_out += 1
         self.num_ready = len(self._left) or self._coming.num_ready
@@ -170,5 +187,5 @@ class OrderedRequests:
 
     def _window_of(self, most: int | None, num_shards: int) -> _Window:
         """A window of the next `num_shards` shards. most: None for all that come, if they should be more."""
-        planned, num_rows = self._planned, num_shards * self._shard_rows
-        return _Window(self._admit(itertools.islice(self._shards, most)), planned, num_rows, self._clock)
+        shards, num_rows = self._admit(itertools.islice(self._shards, most)), num_shards * self._shard_rows
+        return _Window(shards, self._planned, num_rows, self._busy, self._clock)

@@ -179,6 +179,30 @@ def test_a_window_that_is_admitted_slowly_comes_in_parts_and_the_engine_waits_fo
     assert [seconds for seconds in waited[1:20] if seconds] == []
 
 
+def test_a_part_of_a_late_window_comes_before_the_shorter_requests_that_are_left() -> None:
+    """Of shards with ever longer rows. While a request is handed out half a shard is admitted."""
+    worker = Worker(0.25)
+    made, _ = feed_and_admission([1 + i // 4 for i in range(20)], shard_rows=4, slots=10, clock=worker.clock, kind=worker.admits)
+    given = list[int]()
+    while (request := made.requests.next_ready()) is not None:
+        given.append(request.max_new_tokens)
+        worker.now += 0.125
+    assert given == [2, 2, 3, 3, 4, 4, 5, 5, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1, 1]
+
+
+def test_only_an_engine_without_a_row_rests_while_a_shard_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked twice a round, rests would take longer than the rounds of a small model."""
+    worker, rests = Worker(0.2), list[float]()
+    monkeypatch.setattr("batchspec.packing.ordered_requests.time.sleep", rests.append)
+    made, _ = feed_and_admission([9] * 20, shard_rows=4, slots=10, clock=worker.clock, kind=worker.admits)
+    given = [request for request in (made.requests.next_ready() for _ in range(10)) if request is not None]
+    assert (len(given), rests) == (8, [])
+    for request in given:
+        made.add(done(request))
+    assert made.requests.next_ready() is None
+    assert len(rests) == 1
+
+
 def test_a_window_that_is_admitted_in_time_comes_longest_first() -> None:
     worker = Worker(LATE_S / 6)
     made, _ = feed_and_admission([1 + i for i in range(20)], shard_rows=4, slots=10, clock=worker.clock, kind=worker.admits)
