@@ -16,6 +16,8 @@ from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.key import ABOVE_0, ANSWERS, CHATS, Column, declared_keys, key
 
 TEMPLATE_DATE = "2025-01-01"
+COMPLETE = "complete"
+"""Value of input.final_assistant: nothing is added after the last turn of any chat."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,7 +200,7 @@ class InputConfig:
     prompt's end), truncate keeps the prompt's end (task=rerank: the document's beginning), skip makes a row with
     status skipped."""
     final_assistant: str = key(
-        "error", choices=("error", "continue", "drop", "complete"), applies_to=CHATS,
+        "error", choices=("error", "continue", "drop", COMPLETE), applies_to=CHATS,
         column=Column("text", words="string: error, continue or drop"),
     )
     """What to do with a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from batchspec.config.schema import TEMPLATE_DATE, InputConfig
+from batchspec.config.schema import COMPLETE, TEMPLATE_DATE, InputConfig
 from batchspec.console.text import quoted
 from batchspec.data.dataset.columns import IMAGES, ColumnMap
 from batchspec.data.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, Message, read_chat
@@ -20,7 +20,7 @@ from batchspec.packing.cells import NOT_WHOLE, json_cell
 from batchspec.packing.prompt_images import Prompt, PromptImages
 from batchspec.process.refusals import refusal
 from batchspec.records import Ids
-from batchspec.tasks.base import COMPLETE, Parts
+from batchspec.tasks.base import Parts
 from batchspec.text.text_bytes import LongText
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.key import ANSWERS
 from batchspec.config.no_effect import refuse_given
-from batchspec.config.schema import KEYS, InputConfig, OutputConfig, RunConfig
+from batchspec.config.schema import COMPLETE, KEYS, InputConfig, OutputConfig, RunConfig
 from batchspec.errors import ConfigError
 from batchspec.records import Choice, Completion, Ids
 from batchspec.request_stream import RequestStream
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 Cells = Mapping[str, Callable[[Completion], Any]]
 """Column of the output -> its cell in the row of a completion."""
-
-
-COMPLETE = "complete"
-"""Value of input.final_assistant: nothing is added after the last turn of any chat."""
 
 
 OF_EMBED = ("output.embedding_dim", "output.embedding_dtype", "output.embedding_pooling", "input.prompt_name")

@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchspec.config.schema import COMPLETE
 from batchspec.data.dataset.json_text import BadJson, called, json_of, parse
 from batchspec.data.dataset.untyped_columns import json_kinds
 from batchspec.errors import OneLine
-from batchspec.tasks.base import COMPLETE
 
 Message = dict[str, Any]
 
