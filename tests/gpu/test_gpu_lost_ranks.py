@@ -1,4 +1,4 @@
-"""Whole jobs on two GPUs of which one rank is lost, hangs, has too little memory or no weights: exit code, message, resumption.
+"""Whole jobs on two GPUs in which one rank is lost, hangs, has too little memory or no weights: exit code, message, resumption.
 
 All jobs run at the same time, so that the file takes less than two minutes. Processes on a CPU have the same cases in
 tests/cluster/test_group_jobs.py.
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 LEFT_BYTES = 1 << 30
-"""Of the second GPU beside what the other program holds."""
+"""Bytes of the second GPU that another program leaves free."""
 HOLD = f"""import torch
 torch.empty(1, device="cuda:1")
 held = torch.empty(torch.cuda.mem_get_info(1)[0] - {LEFT_BYTES}, dtype=torch.uint8, device="cuda:1")
@@ -46,7 +46,7 @@ end_program(run.main())
 """
 END_S = 100.0
 WATCHDOG_S = 15
-"""Longer than a kernel takes to compile beside the other jobs."""
+"""More seconds than a kernel takes to compile while the other jobs run."""
 GONE = r"rank {} of this group is gone|a rank of this group is gone, and this one waits for it"
 
 

@@ -24,7 +24,7 @@ from batchspec import run
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.data.runstate.heartbeats import BEAT_S, HeartbeatFiles
 from batchspec.data.storage.open_store import open_store
-from batchspec.distributed import collectives, group
+from batchspec.distributed import group
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.records import RoundResult
@@ -159,53 +159,41 @@ def hangs_at_tensor(rank: int) -> None:
     at_tensor(0, rank, stuck)
 
 
+def before(owner: Any, name: str, rank: int, first: Callable[[], object]) -> None:
+    """Patch a module or a class: this rank calls `first` before the callable of this name."""
+    call = getattr(owner, name)
+
+    def patched(*rest: object, **named: object) -> object:
+        if is_process(0, rank):
+            first()
+        return call(*rest, **named)
+
+    put(owner, name, patched)
+
+
 def hangs_in_engine(rank: int) -> None:
     """A patch: this rank never finishes its engine, as if a kernel or a graph were never done."""
-    begin = Engine.__init__
+    before(Engine, "__init__", rank, stuck)
 
-    def patched(self: Engine, *rest: object, **named: object) -> None:
-        if is_process(0, rank):
-            stuck()
-        begin(self, *rest, **named)  # type: ignore[arg-type]
 
-    Engine.__init__ = patched  # type: ignore[method-assign]
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def absent(rank: int) -> None:
     """A patch: this rank lives, but does not come to the rendezvous."""
     soon()
-    joined = group.joined
-
-    def patched(*rest: object, **named: object) -> object:
-        if is_process(0, rank):
-            stuck()
-        return joined(*rest, **named)  # type: ignore[arg-type]
-
-    put(group, "joined", patched)
+    before(group, "joined", rank, stuck)
 
 
 def dead(rank: int) -> None:
     """A patch: this rank is killed before it comes to the rendezvous."""
-    joined = group.joined
-
-    def patched(*rest: object, **named: object) -> object:
-        if is_process(0, rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return joined(*rest, **named)  # type: ignore[arg-type]
-
-    put(group, "joined", patched)
+    before(group, "joined", rank, killed)
 
 
 def dead_in_rendezvous(rank: int) -> None:
     """A patch: this rank is killed when all have started, while the others wait for it in the library."""
-    make = collectives.GlooCollectives
-
-    def patched(*rest: object, **named: object) -> object:
-        if is_process(0, rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return make(*rest, **named)  # type: ignore[arg-type]
-
-    put(group, "GlooCollectives", patched)
+    before(group, "GlooCollectives", rank, killed)
     put(watchdog, "LOST_S", 1.0)
 
 
