@@ -62,7 +62,8 @@ def read_header(data: bytes) -> Header:
 
 
 def check_transparency(image: Any) -> None:
-    """Raises BadImage for colours of 16 bits of which one is transparent. Once it is decoded, only that one may show it."""
+    """Raises BadImage if one colour is transparent and colours have 16 bits. A decoded image no longer says that it had 16 bits a
+    colour, unless the transparent colour exceeds 8 bits."""
     found = image.info.get("transparency")
     wide = isinstance(found, tuple) and max(found) > 255
     if found is not None and (wide or any(tile[3] == WIDE_COLOURS for tile in getattr(image, "tile", ()))):
@@ -99,7 +100,7 @@ def opened(data: bytes) -> Iterator[Image.Image]:
     except BadImage:
         raise
     except module.DecompressionBombError as error:
-        found = re.search(r"\d+ pixels", str(error))  # beside Pillow's own limit, which is twice as high
+        found = re.search(r"\d+ pixels", str(error))  # Pillow also names its own limit, twice that of `_large`
         raise _large(found[0] if found else "its pixels") from None
     except module.UnidentifiedImageError:
         if data.startswith(b"%PDF-"):

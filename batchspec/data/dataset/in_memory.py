@@ -110,7 +110,8 @@ def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 
 def _with_encoded(name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """Bytes in place of Pillow's images, also in lists; beside values of other kinds they become data URLs (`_plain`)."""
+    """The column with each image of Pillow, also in lists, as the bytes of an encoded one. A column that holds other values too,
+    such as paths, stays as it is: `_plain` makes data URLs of its images."""
     kinds = _one_of_each_type(values)
     if kinds.keys() <= {list, tuple}:
         kinds = {kind: one for value in values if value is not None for kind, one in _one_of_each_type(value).items()}
@@ -124,7 +125,7 @@ def _with_encoded(name: str, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _one_of_each_type(values: Sequence[Any]) -> dict[type, Any]:
-    """None left out."""
+    """Type -> one of the values that have it; None is left out."""
     found = dict(zip(map(type, values), values, strict=True))
     found.pop(type(None), None)
     return found

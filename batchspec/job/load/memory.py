@@ -39,7 +39,7 @@ def check_memory(job: JobModel) -> None:
 
 
 def rank_out_of_memory(rank: int, message: str) -> CapacityError:
-    """The end of a run of which memory ran out in a rank: the others wait for it, so the group cannot make a smaller batch.
+    """The error that ends a run when a rank is out of memory. Other ranks wait for it, so the group cannot try a smaller batch.
 
     message  of `OutOfMemoryGuard`
     """
@@ -103,7 +103,7 @@ def free_after_loading(device: torch.device, group: Group | None) -> list[int]:
 
 
 def taken_by_others(free: Sequence[int]) -> str:
-    """A word about a GPU with much less free memory than another one of its group; empty if there is none.
+    """A message about a GPU with much less free memory than another one of its group; empty if there is none.
 
     free  bytes of each rank, whose parts of the model are about as large
     """
@@ -160,7 +160,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
 
 def _batch_within(free: int, job: Job, demand: Demand, rates: Rates) -> PackedBatch:
-    """free: bytes, of which more than pages are taken"""
+    """The shape of the batch with `free` bytes, the least of all ranks, for pages and all else that is not loaded yet."""
     shape, taken = job.drafter.shape, job.drafter.corpus_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
     taken += image_bytes(job)
     return choose_batch(
