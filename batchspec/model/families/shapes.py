@@ -163,6 +163,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4-e4b": _GEMMA4_E4B,
     "gemma4-e2b": _GEMMA4_E2B,
     **FAMILY_SHAPES,
+    "mistral-small-4-nvfp4": FAMILY_SHAPES["mistral-small-4"] | _NVFP4,
 }
 DRAFT_VOCAB = {"smol135m": 16384}
 """Tokens that the head of a shape can draft, where not the usual number."""
