@@ -127,6 +127,16 @@ def copies_8_bytes_at_most(name: str, ptx: str) -> None:
     assert max(sizes) <= 8, f"{name}: {sizes}"
 
 
+def sums_by_fma_alone(name: str, ptx: str, arguments: dict[str, object]) -> None:
+    """Whatever the tile of a short convolution, an output takes one fused multiply-add a tap, and nothing else is added, but 1 in
+    SiLU, which takes one exponential and one division."""
+    outputs = int(str(arguments["TOKENS"])) * int(str(arguments["LANES"])) // 128
+    wide, silu = "f64" if arguments["ACC"] == "fp64" else "f32", 0 if arguments["GATED"] else outputs
+    found = {op: len(re.findall(rf"\b{op}[\w.]*\.{wide}\s", ptx)) for op in ("fma", "add", "sub", "div", "ex2")}
+    wanted = {"fma": outputs * int(str(arguments["TAPS"])), "add": silu, "sub": 0, "div": silu, "ex2": silu}
+    assert found == wanted, f"{name}: {found}, not {wanted}"
+
+
 def multiples_of_16(function: Any, signature: dict[str, str], *, sizes: bool) -> list[int]:
     """Places of the arguments that launches know to be multiples of 16, so that loads have 16 bytes and are pipelined.
 
@@ -173,6 +183,8 @@ def compile_case(name: str, architecture: int) -> str:
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
     if architecture == 90 and kernel == "verify_latents_kernel" and (arguments["TILE"] == 64 or not arguments["KEYS"]):
         loads_before_it_multiplies(name, compiled.asm["ttgir"])
+    if kernel == "short_conv_kernel":
+        sums_by_fma_alone(name, compiled.asm["ptx"], arguments)
     if name == latent.NARROW:
         copies_8_bytes_at_most(name, compiled.asm["ptx"])
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])

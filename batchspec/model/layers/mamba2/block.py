@@ -240,7 +240,7 @@ class Mamba2:
         sizes = spec.inner_size, spec.inner_size, of_groups, of_groups, spec.num_steps
         into, like = source.product(spec.into), source.vector(f"{spec.name}.conv1d.weight")
         self._into = column_scaled_product(into, list(zip(sizes, spec.scales, strict=True)), like)
-        self._taps = like.flatten(1)
+        self._taps = like.flatten(1).mT.contiguous()
         self._conv_bias = source.vector(f"{spec.name}.conv1d.bias") if spec.conv_bias else None
         self._weights = SsmWeights(
             a_log=source.vector(f"{spec.name}.A_log"), dt_bias=source.vector(f"{spec.name}.dt_bias"),

@@ -150,7 +150,7 @@ class ShortConv:
         self._spec = spec
         self._norm = source.vector(f"{spec.norm}.weight")
         self._bcx = source.product(spec.bcx)
-        self._taps = source.vector(f"{spec.name}.conv.weight").flatten(1)
+        self._taps = source.vector(f"{spec.name}.conv.weight").flatten(1).mT.contiguous()
         self._bias = source.vector(f"{spec.name}.conv.bias") if spec.bias else None
         self._out = source.product(spec.out)
 
