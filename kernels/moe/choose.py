@@ -46,6 +46,24 @@ def in_best_groups(
 
 
 @triton.jit
+def scores_of(logits, tokens, experts, exist, stride, SIGMOID: tl.constexpr):
+    """The scores of these experts of the tokens, in which they are compared and weighed; NaN counts as -inf."""
+    logit = tl.load(logits + tokens.to(tl.int64)[:, None] * stride + experts, mask=exist, other=float("-inf"))
+    score = tl.where(logit == logit, logit.to(tl.float32), float("-inf"))
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    return score
+
+
+@triton.jit
+def of_slot(values, slot, s: tl.constexpr):
+    """Column s of values [tokens, SLOTS], to the bit, also of a NaN: a maximum of one integer."""
+    LEAST: tl.constexpr = -0x7FFFFFFF - 1
+    bits = tl.where((slot == s)[None, :], values.to(tl.int32, bitcast=True), LEAST)
+    return tl.max(bits, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def choose(
     logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, NORM: tl.constexpr, SUM_EPS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
@@ -57,7 +75,8 @@ def choose(
     unspecified. LANES, SLOTS: E and k padded to powers of two.
 
     A score is compared as an int32 that sorts like the number, and of those equal to the largest the lowest id wins: a warp finds
-    a maximum of int32 in one instruction.
+    a maximum of int32 in one instruction. The loop over slots finds ids alone; then the scores of the chosen experts are computed
+    once more, from logits that the cache still has: that takes less time than to sum up a score in each turn.
 
     A token's weights have the same bits in every launch: no sum depends on how a launch divides a block among its threads. The
     chosen weights are added one by one, in the order of the choice; the sum of all experts is one of whole numbers.
@@ -66,41 +85,27 @@ def choose(
     lane = tl.arange(0, LANES)
     slot = tl.arange(0, SLOTS)
     inside = (tokens < num_tokens)[:, None] & (lane < NUM_EXPERTS)[None, :]
-    logit = tl.load(logits + tokens.to(tl.int64)[:, None] * stride + lane[None, :], mask=inside, other=float("-inf"))
-    score = tl.where(logit == logit, logit.to(tl.float32), float("-inf"))
+    score = scores_of(logits, tokens, lane[None, :], inside, stride, SIGMOID)
     choice = score
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-score))
-        choice = score
-        if bias is not None:
-            choice += tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
+    if bias is not None:
+        choice += tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
     key = tl.where((lane < NUM_EXPERTS)[None, :], ordered(choice), LEAST)
     if GROUPS > 1:
         key = in_best_groups(key, lane, LEAST, NUM_EXPERTS, GROUPS, TOP_GROUPS, LANES)
     ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
-    values = tl.zeros([tokens.shape[0], SLOTS], tl.float32)
-    total = tl.zeros([tokens.shape[0]], tl.float32)
-    for s in tl.static_range(TOP_K):
+    for s in range(TOP_K):  # not unrolled: a loop of two reductions stays in the cache of instructions
         best = tl.max(key, 1)
         first = tl.min(tl.where(key == best[:, None], lane[None, :], LANES), 1)
-        chosen = lane[None, :] == first[:, None]
-        if bias is not None:
-            value = tl.sum(tl.where(chosen, score, 0.0), 1)
-        else:
-            value = number_of(best)
-        if not SIGMOID:
-            if s == 0:
-                largest = value
-            value = tl.exp(value - largest)
-        total += value
-        at = (slot == s)[None, :]
-        ids = tl.where(at, first[:, None], ids)
-        values = tl.where(at, value[:, None], values)
-        key = tl.where(chosen, LEAST, key)
+        ids = tl.where((slot == s)[None, :], first[:, None], ids)
+        key = tl.where(lane[None, :] == first[:, None], LEAST, key)
     used = (slot < TOP_K)[None, :]
-    if not SIGMOID and not NORM:
-        shares = (tl.exp(score - largest[:, None]) * UNIT).to(tl.int64)  # at most 1 each, and the largest is 1
-        values = values / (tl.sum(shares, 1).to(tl.float32) / UNIT)[:, None]
+    values = scores_of(logits, tokens, ids, used & (tokens < num_tokens)[:, None], stride, SIGMOID)
+    if not SIGMOID:
+        largest = of_slot(values, slot, 0)
+        values = tl.exp(values - largest[:, None])
+        if not NORM:
+            shares = (tl.exp(score - largest[:, None]) * UNIT).to(tl.int64)  # at most 1 each, and the largest is 1
+            values = values / (tl.sum(shares, 1).to(tl.float32) / UNIT)[:, None]
     places = slot[None, :] + tl.zeros([tokens.shape[0], SLOTS], tl.int32)
     if bias is not None:  # slots were found by s + bias: sort them by s, before a division by 0 can make weights NaN
         before = (values[:, None, :] > values[:, :, None]) | (
@@ -108,6 +113,9 @@ def choose(
         )
         places = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
     if NORM:
+        total = tl.zeros([tokens.shape[0]], tl.float32)
+        for s in tl.static_range(TOP_K):
+            total += of_slot(values, slot, s)
         if SUM_EPS != 0.0:
             total += SUM_EPS
         values = values / total[:, None]

@@ -1,4 +1,4 @@
-"""The lists of a routing of many pairs, in two launches that read each pair once (`route.py` makes those of fewer).
+"""The lists of a routing of many pairs, in two launches that read each pair once (`list_pairs.py` makes those of fewer).
 
     count_kernel   counts[b, e] = number of pairs of expert e among the PAIRS pairs of block b
     place_kernel   a pair's place = pairs of earlier experts + those of its expert in earlier blocks, and before it in its block

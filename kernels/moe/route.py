@@ -14,11 +14,8 @@ Of experts with equal scores the lowest id is chosen. A token's slots are sorted
 weights by id, lowest first. NaN counts as -inf, so every token gets k different experts. Dead tokens get no expert. `choose.py`
 chooses.
 
-The lists are made without atomics: pairs are counted per expert, then each pair is written after the earlier pairs of its expert.
-For few tokens one launch does everything (`route_few.py`). For more, a second launch has one program per expert, which counts the
-pairs of all experts and writes those of its own; if there can be dead tokens, one more program writes theirs. From MANY_PAIRS on,
-where each of these programs would read too many pairs, two launches have one program per block of pairs (`list_many.py`).
-Bound by launch latency; at prefill sizes by reading the P expert ids from the L2 cache.
+For few tokens one launch does everything (`route_few.py`). For more, a launch has a program of one warp per token, and
+`list_pairs.py` makes the lists. Bound by launch latency.
 """
 
 from __future__ import annotations
@@ -33,36 +30,22 @@ from torch import Tensor
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.choose import choose
-from batchspec.kernels.moe.list_many import launch_many
+from batchspec.kernels.moe.list_pairs import launch_lists
 from batchspec.kernels.moe.route_few import is_few, launch_few
-from batchspec.kernels.moe.units import FIELDS, SIZE_STEP, Routing, max_units, write_units
+from batchspec.kernels.moe.units import FIELDS, SIZE_STEP, Routing, max_units
 
 Scoring = Literal["softmax", "sigmoid"]
 MAX_EXPERTS, MAX_TOP_K = 512, 32
-TOKENS = 4  # per program, one per warp
-BLOCK = 2048  # pairs per iteration
-MANY_PAIRS = 1 << 14  # not measured: an estimate of where eight iterations take as long as one more launch
-
-
-@triton.jit
-def count_pairs(expert_ids, num_pairs, NUM_EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of pairs of each expert [LANES]; those of dead tokens are not counted."""
-    counts = tl.zeros([LANES], tl.int32)
-    for base in range(0, num_pairs, BLOCK):
-        pair = base + tl.arange(0, BLOCK)
-        expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=NUM_EXPERTS)
-        counts += tl.histogram(expert, LANES, mask=expert < NUM_EXPERTS)
-    return counts
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     logits, bias, factors, live, out_ids, out_weights, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, NORM: tl.constexpr, SUM_EPS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Chooses experts; `list_kernel` makes the lists afterwards."""
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """Program t chooses the experts of token t."""
+    tokens = tl.program_id(0) + tl.arange(0, 1)
     await_earlier(PDL)
     ids, weights, slots = choose(
         logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SUM_EPS, SCALE, GROUPS,
@@ -72,28 +55,6 @@ def route_kernel(
     used = (tokens < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
     tl.store(out_ids + pairs, ids, mask=used)
     tl.store(out_weights + pairs, weights, mask=used)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_units"])
-def list_kernel(
-    expert_ids, out_pairs, out_places, out_offsets, out_units, out_num_read, num_pairs, num_units,
-    NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LARGEST_FIRST: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program e writes the pairs of expert e, program E those of dead tokens; program 0 also writes offsets and units."""
-    own = tl.program_id(0)
-    await_earlier(PDL)
-    counts = count_pairs(expert_ids, num_pairs, NUM_EXPERTS, LANES, BLOCK)
-    place = tl.sum(tl.where(tl.arange(0, LANES) < own, counts, 0), 0)
-    for base in range(0, num_pairs, BLOCK):
-        pair = base + tl.arange(0, BLOCK)
-        mine = (tl.load(expert_ids + pair, mask=pair < num_pairs, other=-1) == own).to(tl.int32)
-        at = place + tl.cumsum(mine, 0) - 1
-        tl.store(out_pairs + at, pair, mask=mine != 0)
-        tl.store(out_places + pair, at, mask=mine != 0)
-        place += tl.sum(mine, 0)
-    if own == 0:
-        write_units(counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LARGEST_FIRST, LANES)
 
 
 def route(
@@ -169,21 +130,26 @@ def route(
             sum_eps=sum_eps, scale=scale, groups=groups,
         )
         return routing
-    sizes = {"NUM_EXPERTS": num_experts, "LANES": max(16, triton.next_power_of_2(num_experts))}
-    route_kernel[(triton.cdiv(num_tokens, TOKENS),)](
-        logits, bias, factors, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0),
-        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, SUM_EPS=sum_eps, SCALE=scale, GROUPS=groups[0],
-        TOP_GROUPS=groups[1], TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k), num_warps=TOKENS, **sizes,
-        **launch_args(logits),
+    launch_choice(
+        logits, bias, factors, live, routing, sigmoid=scoring == "sigmoid", norm_topk=norm_topk, sum_eps=sum_eps, scale=scale,
+        groups=groups,
     )
-    if num_pairs >= MANY_PAIRS:
-        launch_many(routing, num_experts, out_num_read, largest_first=largest_first)
-        return routing
-    list_kernel[(num_experts if live is None else num_experts + 1,)](
-        routing.expert_ids, routing.pairs, routing.places, routing.offsets, routing.units, out_num_read, num_pairs, num_units,
-        UNIT_PAIRS=unit_pairs, LARGEST_FIRST=largest_first, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
-    )
+    launch_lists(routing, num_experts, out_num_read, largest_first=largest_first, dead=live is not None)
     return routing
+
+
+def launch_choice(
+    logits: Tensor, bias: Tensor | None, factors: Tensor | None, live: Tensor | None, routing: Routing, *, sigmoid: bool,
+    norm_topk: bool, sum_eps: float, scale: float, groups: tuple[int, int],
+) -> None:
+    """Start the kernel that fills experts and weights of `routing`, with the arguments of `route`, which has checked them."""
+    (num_tokens, num_experts), top_k = logits.shape, routing.expert_ids.shape[1]
+    route_kernel[(num_tokens,)](
+        logits, bias, factors, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0), NUM_EXPERTS=num_experts,
+        TOP_K=top_k, SIGMOID=sigmoid, NORM=norm_topk, SUM_EPS=sum_eps, SCALE=scale, GROUPS=groups[0], TOP_GROUPS=groups[1],
+        LANES=max(16, triton.next_power_of_2(num_experts)), SLOTS=triton.next_power_of_2(top_k),
+        num_warps=1, **launch_args(logits),  # a warp needs no barriers between the reductions of its token
+    )
 
 
 def route_reference(

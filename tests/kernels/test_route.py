@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.moe.route import BLOCK, Scoring, route, route_reference
+from batchspec.kernels.moe.list_pairs import BLOCK, MANY_PAIRS
+from batchspec.kernels.moe.route import Scoring, route, route_reference
 from batchspec.kernels.moe.route_few import FEW_TOKENS
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.units import SIZE_STEP, Routing, max_units
@@ -161,7 +162,7 @@ def test_experts_with_the_largest_units_come_first(
 ) -> None:
     """By steps of 16 pairs; of equal sizes the lowest id is first. The units of an expert stay side by side."""
     if many:
-        monkeypatch.setattr("batchspec.kernels.moe.route.MANY_PAIRS", 1)
+        monkeypatch.setattr("batchspec.kernels.moe.list_pairs.MANY_PAIRS", 1)
     torch.manual_seed(tokens)
     logits = torch.randn(tokens, 11, device=device) + torch.linspace(-2, 2, 11, device=device).roll(4)
     how: dict[str, Any] = {"norm_topk": True, "unit_pairs": unit_pairs}
@@ -187,7 +188,7 @@ def test_lists_of_many_pairs(
     as many as ever, elsewhere an eighth."""
     scale = 1 if device.type == "cuda" else 8
     block, unit_pairs = BLOCK // scale, 64 // scale
-    monkeypatch.setattr("batchspec.kernels.moe.route.BLOCK", block)
+    monkeypatch.setattr("batchspec.kernels.moe.list_pairs.BLOCK", block)
     tokens = int(blocks * block / top_k)
     torch.manual_seed(tokens)
     logits, live = torch.randn(tokens, 7, device=device), torch.rand(tokens, device=device) < 0.8
@@ -210,7 +211,7 @@ def test_lists_of_very_many_pairs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of one program per block of pairs, whose size grows with their number. All tokens but one have the same first expert."""
-    monkeypatch.setattr("batchspec.kernels.moe.route.MANY_PAIRS", 1)
+    monkeypatch.setattr("batchspec.kernels.moe.list_pairs.MANY_PAIRS", 1)
     monkeypatch.setattr("batchspec.kernels.moe.list_many.MOST_BLOCKS", most)
     if device.type == "cpu":
         monkeypatch.setattr("batchspec.kernels.moe.list_many.PAIRS", 32)
@@ -226,6 +227,43 @@ def test_lists_of_very_many_pairs(
     if live is None:
         assert_lists_hold_every_pair_once(found, tokens, experts)
     assert int(read) == len(found.expert_ids[found.expert_ids < experts].unique())
+
+
+def test_numbers_of_pairs_of_two_experts_fit_into_an_int32() -> None:
+    """`list_kernel` keeps each in a half of it."""
+    assert ((MANY_PAIRS - 1) << 16) + MANY_PAIRS - 1 < 1 << 31
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(("experts", "dead"), [(32, False), (33, True), (512, True)])
+def test_lists_of_the_most_pairs_of_one_launch(experts: int, dead: bool, interpret: bool, device: torch.device) -> None:
+    """Where few experts have nearly all of them, so that numbers of pairs are large; the last program has one expert or two."""
+    tokens, top_k = (MANY_PAIRS - 1) // 32, 32
+    logits = torch.randn(tokens, experts, device=device) * 0.1 + torch.linspace(-9, 9, experts, device=device)
+    live = torch.rand(tokens, device=device) < 0.9 if dead else None
+    found = route(logits, top_k, norm_topk=True, unit_pairs=64, live=live, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=64, live=live))
+
+
+@pytest.mark.parametrize("tokens", [2, 40])  # one launch and two
+@pytest.mark.parametrize(("top_k", "biased"), [(22, True), (7, False)])
+def test_the_chosen_weights_are_added_in_the_order_of_the_choice(
+    top_k: int, biased: bool, tokens: int, interpret: bool, device: torch.device
+) -> None:
+    """In fp32, one by one. Without a bias that is the order of the slots, with one that of score + bias."""
+    if device.type == "cuda" or not interpret:
+        pytest.skip("compares bits of a division, which a GPU's fast one and torch round in other ways")
+    logits = torch.randn(tokens, 48)
+    bias = torch.randn(48) if biased else None
+    call: dict[str, Any] = {"scoring": "sigmoid", "bias": bias, "unit_pairs": 16, "interpret": True}
+    scores, normed = (route(logits, top_k, norm_topk=norm, **call) for norm in (False, True))
+    choice = scores.weights if bias is None else scores.weights + bias[scores.expert_ids.long()]
+    in_order = scores.weights.gather(1, choice.sort(-1, descending=True).indices)
+    total = torch.zeros(tokens)
+    for column in in_order.unbind(1):
+        total = total + column
+    assert torch.equal(normed.weights, scores.weights / total[:, None])
+    assert not torch.equal(normed.weights, scores.weights / in_order.flip(1).cumsum(1)[:, -1:])
 
 
 def assert_lists_hold_every_pair_once(routing: Routing, tokens: int, experts: int) -> None:

@@ -12,9 +12,9 @@ for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
          rounds=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, PARTS=8, PART_K=32 if _wide else 64, FEW=not _wide,
          WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)
 for _groups, _best, _factor in ((1, 1, 1.0), (8, 4, 2.5)):
-    case(f"route_kernel {_groups} groups", "route", 4, logits=PF32, bias=PF32, factors=None, live=None, out_weights=PF32,
+    case(f"route_kernel {_groups} groups", "route", 1, logits=PF32, bias=PF32, factors=None, live=None, out_weights=PF32,
          NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, SUM_EPS=0.0 if _groups > 1 else 1e-6, SCALE=_factor, GROUPS=_groups,
-         TOP_GROUPS=_best, TOKENS=4, LANES=128, SLOTS=8)
+         TOP_GROUPS=_best, LANES=128, SLOTS=8)
 for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
     _kind = "*bf16" if _rows else None
     case(f"route_few_kernel {_tokens} tokens, rows {_rows}", "route_few", _tokens, logits=PF32, bias=PF32 if _sigmoid else None,
@@ -22,14 +22,14 @@ for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
          out_num_read=PI32 if _rows else None, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True,
          SUM_EPS=1e-6 if _sigmoid else 0.0, SCALE=2.5 if _sigmoid else 1.0, GROUPS=8 if _sigmoid else 1,
          TOP_GROUPS=4 if _sigmoid else 1, UNIT_PAIRS=16, TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)
-case("route_kernel with factors", "route", 4, logits=PF32, bias=None, factors=PF32, live="*u8", out_weights=PF32, NUM_EXPERTS=128,
-     TOP_K=8, SIGMOID=False, NORM=True, SUM_EPS=0.0, SCALE=1.0, GROUPS=1, TOP_GROUPS=1, TOKENS=4, LANES=128, SLOTS=8)
-case("route_kernel of 22 of 512 experts", "route", 4, logits=PF32, bias=PF32, factors=None, live="*u8", out_weights=PF32,
-     NUM_EXPERTS=512, TOP_K=22, SIGMOID=True, NORM=True, SUM_EPS=0.0, SCALE=5.0, GROUPS=1, TOP_GROUPS=1, TOKENS=4, LANES=512,
+case("route_kernel with factors", "route", 1, logits=PF32, bias=None, factors=PF32, live="*u8", out_weights=PF32, NUM_EXPERTS=128,
+     TOP_K=8, SIGMOID=False, NORM=True, SUM_EPS=0.0, SCALE=1.0, GROUPS=1, TOP_GROUPS=1, LANES=128, SLOTS=8)
+case("route_kernel of 22 of 512 experts", "route", 1, logits=PF32, bias=PF32, factors=None, live="*u8", out_weights=PF32,
+     NUM_EXPERTS=512, TOP_K=22, SIGMOID=True, NORM=True, SUM_EPS=0.0, SCALE=5.0, GROUPS=1, TOP_GROUPS=1, LANES=512,
      SLOTS=32)
 for _pairs, _largest in ((16, False), (48, True)):
-    case(f"list_kernel {_pairs} pairs", "route", 8, out_num_read=PI32, NUM_EXPERTS=120, UNIT_PAIRS=_pairs, LARGEST_FIRST=_largest,
-         LANES=128, BLOCK=2048)
+    case(f"list_kernel {_pairs} pairs", "list_pairs", 8, out_num_read=PI32, NUM_EXPERTS=120, UNIT_PAIRS=_pairs,
+         LARGEST_FIRST=_largest, LANES=128, BLOCK=2048)
 case("count_kernel", "list_many", 4, LANES=128, PAIRS=512)
 for _largest in (False, True):
     case(f"place_kernel largest first {_largest}", "list_many", 4, counts=PI32, out_num_read=PI32, NUM_EXPERTS=120,
