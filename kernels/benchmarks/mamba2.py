@@ -1,6 +1,7 @@
-"""The recurrence of Mamba2 as Nemotron 3 Nano has it: 64 heads of 64 values in 8 groups, states of 128 a value.
+"""Mamba2 layers: the recurrence as Nemotron 3 Nano has it, 64 heads of 64 values in 8 groups, states of 128 a value; and the
+convolution before it.
 
-Bytes are those of inputs and outputs once, and of states twice.
+Bytes are those of inputs and outputs once, and of states twice; of the rings of a convolution what is read and written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from batchspec.kernels.benchmarks.recurrences import recurrence, states_of
 from batchspec.kernels.mamba2.layout import SsmState, SsmWeights
 from batchspec.kernels.mamba2.scan_chunks import scan_chunks, scan_chunks_reference
 from batchspec.kernels.mamba2.scan_steps import scan_steps, scan_steps_reference
-from batchspec.kernels.short_conv.short_conv import ConvRows
+from batchspec.kernels.short_conv.short_conv import ConvRows, short_conv, short_conv_reference
 
 HEADS, DIM, GROUPS, SIZE, RING = 64, 64, 8, 128, 8
 INNER = HEADS * DIM
@@ -59,6 +60,20 @@ def chunks_case(rows: int, per_row: int) -> Case:
     return scan_case(scan_chunks, scan_chunks_reference, states, rows_of(rows, per_row, first=0))
 
 
+def conv_case(rows: int, per_row: int, channels: int) -> Case:
+    """A round of `per_row` tokens a row, 4 taps and SiLU, whose inputs are columns of a wider product."""
+    tokens, taps = rows * per_row, 4
+    x = noise(tokens, 2 * channels)[:, channels:]
+    weight, bias, own = noise(taps, channels), noise(channels), rows_of(rows, per_row, first=16)
+    rings = copies(lambda: noise(rows, max(2 * per_row, per_row + taps - 1), channels))
+    before = rings[0].clone()
+    return Case(
+        calls=[lambda ring=ring: short_conv(x, weight, bias, ring, own, gated=False) for ring in rings],  # type: ignore[misc]
+        reference=lambda: short_conv_reference(x, weight, bias, before, own, gated=False),
+        num_bytes=(3 * tokens + (taps - 1) * rows) * channels * x.element_size(),
+    )
+
+
 MAMBA2 = (
     Benchmark(
         "scan_steps", steps_case, "rows drafts replayed dtype",
@@ -67,6 +82,10 @@ MAMBA2 = (
             for rows, dtype, drafts in product((64, 256), (torch.float32, torch.bfloat16), ((0, 1), (1, 2), (3, 2), (3, 4)))
         ),
         (1, 1, 2, torch.float32),
+    ),
+    Benchmark(
+        "short_conv", conv_case, "rows per_row channels",
+        tuple((*sizes, channels) for channels in (10240, 6144, 8192) for sizes in ((256, 1), (256, 4), (64, 1))), (2, 2, 70),
     ),
     Benchmark("scan_chunks", chunks_case, "rows per_row", ((1, 8192), (8, 1024), (64, 1024)), (1, 20)),
 )
