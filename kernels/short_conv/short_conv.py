@@ -11,12 +11,13 @@ u of position p at p % P. A round writes u of its K + 1 positions, of which the 
 the accepted positions, overwrites the rejected ones, and reads the W - 1 before its first, which with P >= K + W are still there:
 nothing is undone.
 
-No bit depends on where passes and rounds end: u is rounded to the model's dtype, in which the ring keeps it, and a sum is a chain
-of fused multiply-adds from the oldest tap on, in fp32 (fp64 for fp64), whatever tile computes it. It is rounded once.
+A program computes some tokens of a row, one after another, for as many channels as threads load 16 bytes at a time: it loads what
+the ring or the row has before the first token, then each token once. In a round, whose rows have few tokens, one program has all
+tokens of a row, which are also what the ring keeps. Of a longer row the first program alone reads the ring, and writes it
+afterwards, so one launch serves rows of any length.
 
-Rows of a round have few tokens (`ROUND_TOKENS`): a tile then has as few tokens and more channels, and one program computes all of
-a row's tokens, which are also what it writes into the ring. A pass has tiles of `TOKENS`. The first program of a row is the only
-one that reads the row's ring, and it writes the ring afterwards, so one launch serves rows of any length. So W is at most TOKENS.
+No bit depends on where passes and rounds end: u is rounded to the model's dtype, in which the ring keeps it, and each token takes
+the same instructions, a chain of fused multiply-adds from the oldest tap on, in fp32 (fp64 for fp64). It is rounded once.
 Bound by memory. Bytes: 4 * T * C * itemsize, without gates 2; in a round W - 1 more reads of the ring and a write for each row.
 Source: models/lfm2 and models/nemotron_h of transformers 5.
 """
@@ -35,12 +36,10 @@ from torch import Tensor
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-TOKENS = 16
-"""Of a program of a pass."""
-ROUND_TOKENS = 8
-"""Rows of at most so many tokens are computed by one program each, for a number of channels."""
-TILE, MAX_LANES = 2048, 1024
-"""Numbers of a tile, 16 a thread: two loads of 16 bytes if they are bf16; and the most channels, 16 bytes a thread."""
+TOKENS, MAX_TAPS = 8, 16
+"""The most tokens of a program, if there are no more taps than that, and the most taps."""
+TILE_BYTES = 2048
+"""A token's channels of a program: 16 bytes a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,74 +78,89 @@ class ConvRows:
 
 @triton.jit
 def input_of(inputs, token, exists, channel, stride, GATED: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr):
-    """u of these tokens and channels, rounded as the ring keeps it; 0 for tokens that do not exist."""
-    place = inputs + token[:, None] * stride + channel[None, :]
-    mask = exists[:, None] & (channel < CHANNELS)[None, :]
-    u = tl.load(place, mask=mask, other=0.0)
+    """u of a token's channels, rounded as the ring keeps it; 0 if the token does not exist."""
+    mask = channel < tl.where(exists, CHANNELS, 0)
+    u = tl.load(inputs + token * stride + channel, mask=mask, other=0.0)
     if GATED:
-        x = tl.load(place + 2 * CHANNELS, mask=mask, other=0.0).to(ACC)
+        x = tl.load(inputs + token * stride + 2 * CHANNELS + channel, mask=mask, other=0.0).to(ACC)
         u = (u.to(ACC) * x).to(inputs.dtype.element_ty)
     return u
 
 
 @triton.jit
-def keep(own_ring, u, first, index, count, within, CHANNELS: tl.constexpr, RING: tl.constexpr):
-    """Write u of the tokens with these indices in the row, if they are among its newest RING, into the row's ring."""
-    keeps = (index < count) & (index >= tl.maximum(count - RING, 0))
-    tl.debug_barrier()  # other threads of the program have read their part of the ring
-    tl.store(own_ring + ((first + index) % RING * CHANNELS)[:, None], u, mask=keeps[:, None] & within[None, :])
+def keep(own_ring, u, first, at, count, channel, CHANNELS: tl.constexpr, RING: tl.constexpr):
+    """Write u of the row's token `at` into its ring, if it is among the newest RING."""
+    keeps = (at >= tl.maximum(count - RING, 0)) & (at < count)
+    place = own_ring + (first + at + RING) % RING * CHANNELS
+    tl.store(place + channel, u, mask=channel < tl.where(keeps, CHANNELS, 0))
+
+
+@triton.jit
+def keep_newest(
+    own_ring, inputs, row_begin, first, count, channel, stride, GATED: tl.constexpr, CHANNELS: tl.constexpr, RING: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Write u of the newest RING tokens of a row into its ring, four at a time."""
+    for done in range(0, tl.minimum(count, RING), 4):
+        u: tl.tuple = ()
+        for t in tl.static_range(4):
+            at = count - 1 - done - t
+            u += (input_of(inputs, row_begin + at, at >= 0, channel, stride, GATED, CHANNELS, ACC),)
+        for t in tl.static_range(4):
+            keep(own_ring, u[t], first, count - 1 - done - t, count, channel, CHANNELS, RING)
 
 
 @triton.jit
 def short_conv_kernel(
     inputs, weight, bias, ring, cu_seqlens, positions, slots, live, out, inputs_stride, ring_stride,
     GATED: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr,
-    PLACES: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program (channels, row, tokens of the row). WHOLE: no row has more tokens than a program; else TOKENS is at least TAPS."""
     channel = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    within = channel < CHANNELS
-    row, tile = tl.program_id(1), tl.program_id(2)
+    row, begins = tl.program_id(1), tl.program_id(2) * TOKENS
     await_earlier(PDL)
-    begin = tl.load(cu_seqlens + row).to(tl.int64)
-    count = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
-    count = tl.where(tl.load(live + row) != 0, count, 0).to(tl.int32)
-    if tile * TOKENS < count:
-        first = tl.load(positions + begin).to(tl.int32)
-        own_ring = ring + tl.load(slots + row).to(tl.int64) * ring_stride + channel[None, :]
-        index = tile * TOKENS + tl.arange(0, TOKENS)
-        exists = index < count
-        place = channel[None, :] + tl.zeros([TOKENS, 1], tl.int32)
-        both = tl.broadcast_to(within[None, :], [TOKENS, LANES])
-        acc = tl.zeros([TOKENS, LANES], ACC)
+    row_begin = tl.load(cu_seqlens + row).to(tl.int64)
+    count = (tl.load(cu_seqlens + row + 1) - row_begin).to(tl.int32)
+    count = tl.where(tl.load(live + row) != 0, count, 0)
+    if begins < count:
+        first = tl.load(positions + row_begin).to(tl.int32)
+        own_ring = ring + tl.load(slots + row).to(tl.int64) * ring_stride
+        window: tl.tuple = ()  # u of the TAPS - 1 tokens before the first, and of all tokens of the program
+        taps: tl.tuple = ()
+        gates: tl.tuple = ()
+        for back in tl.static_range(TAPS - 1, 0, -1):
+            at = begins - back
+            kept = channel < tl.where((at < 0) & (first + at >= 0), CHANNELS, 0)
+            u = tl.load(own_ring + (first + at + RING) % RING * CHANNELS + channel, mask=kept, other=0.0)
+            if not WHOLE:
+                own = input_of(inputs, row_begin + at, at >= 0, channel, inputs_stride, GATED, CHANNELS, ACC)
+                u = tl.where(at < 0, u, own)
+            window += (u,)
+        for t in tl.static_range(TOKENS):
+            at = begins + t
+            window += (input_of(inputs, row_begin + at, at < count, channel, inputs_stride, GATED, CHANNELS, ACC),)
+            if GATED:
+                c = inputs + (row_begin + at) * inputs_stride + CHANNELS + channel
+                gates += (tl.load(c, mask=channel < tl.where(at < count, CHANNELS, 0), other=0.0),)
+        for w in tl.static_range(TAPS):
+            taps += (tl.load(weight + w * CHANNELS + channel, mask=channel < CHANNELS, other=0.0).to(ACC),)
+        added = tl.zeros([LANES], ACC)
         if bias is not None:
-            acc = tl.load(bias + place, mask=both, other=0.0).to(ACC)
-        for back in tl.static_range(TAPS - 1, -1, -1):
-            at = index - back
-            if back < TOKENS:  # otherwise all inputs of this tap are in the ring
-                u = input_of(inputs, begin + at, exists & (at >= 0), channel, inputs_stride, GATED, CHANNELS, ACC)
-            if back > 0:
-                older = exists & (at < 0) & (first + at >= 0)
-                earlier = own_ring + ((first + at + RING) % RING * CHANNELS)[:, None]
-                before = tl.load(earlier, mask=older[:, None] & within[None, :], other=0.0)
-                u = tl.where((at < 0)[:, None], before, u) if back < TOKENS else before
-            tap = tl.load(weight + (TAPS - 1 - back) * CHANNELS + place, mask=both, other=0.0).to(ACC)
-            acc = tl.fma(u.to(ACC), tap, acc)  # said, not left to the compiler: all tiles give the same bits
-        exists_here = exists[:, None] & within[None, :]
-        if GATED:
-            c = inputs + (begin + index)[:, None] * inputs_stride + CHANNELS + channel[None, :]
-            y = acc * tl.load(c, mask=exists_here, other=0.0).to(ACC)
-        else:
-            y = acc / (1.0 + tl.exp(-acc))
-        place = out + (begin + index)[:, None] * CHANNELS + channel[None, :]
-        tl.store(place, y.to(out.dtype.element_ty), mask=exists_here)
-        if WHOLE:  # u is the input of the last tap, the tokens' own
-            keep(own_ring, u, first, index, count, within, CHANNELS, RING)
-        elif tile == 0:
-            newest = count - 1 - tl.arange(0, PLACES)
-            of_ring = newest >= tl.maximum(count - RING, 0)
-            kept = input_of(inputs, begin + newest, of_ring, channel, inputs_stride, GATED, CHANNELS, ACC)
-            keep(own_ring, kept, first, newest, count, within, CHANNELS, RING)
+            added = tl.load(bias + channel, mask=channel < CHANNELS, other=0.0).to(ACC)
+        for t in tl.static_range(TOKENS):
+            acc = added
+            for w in tl.static_range(TAPS):
+                acc = tl.fma(window[t + w].to(ACC), taps[w], acc)  # fused by name: no compiler decides it for a number of tokens
+            y = acc * gates[t].to(ACC) if GATED else acc / (1.0 + tl.exp(-acc))
+            place = out + (row_begin + begins + t) * CHANNELS + channel
+            tl.store(place, y.to(out.dtype.element_ty), mask=channel < tl.where(begins + t < count, CHANNELS, 0))
+        tl.debug_barrier()  # other threads of the program have read their part of the ring
+        if WHOLE:
+            for t in tl.static_range(TOKENS):
+                keep(own_ring, window[TAPS - 1 + t], first, t, count, channel, CHANNELS, RING)
+        elif begins == 0:
+            keep_newest(own_ring, inputs, row_begin, first, count, channel, inputs_stride, GATED, CHANNELS, RING, ACC)
 
 
 def short_conv(
@@ -171,22 +185,21 @@ def short_conv(
         check("short_conv: bias", bias, (channels,), dtype)
     check("short_conv: ring[0]", ring[0], (places, channels), dtype)
     rows.check("short_conv", num_tokens)
-    if not taps <= min(places, TOKENS):
+    if not taps <= min(places, MAX_TAPS):
         raise ValueError(
-            f"short_conv: {taps} taps and rings of {places} positions; must be at most {TOKENS} taps, and as many positions"
+            f"short_conv: {taps} taps and rings of {places} positions; must be at most {MAX_TAPS} taps, and as many positions"
         )
     if not (inputs.is_cuda or interpret):
         return short_conv_reference(inputs, weight, bias, ring, rows, gated=gated)
     out = inputs.new_empty(num_tokens, channels)
     if num_tokens:
-        whole = rows.max_tokens <= ROUND_TOKENS
-        tokens = triton.next_power_of_2(max(1, rows.max_tokens)) if whole else TOKENS
-        lanes = min(MAX_LANES, TILE // tokens)
+        tokens, lanes = max(TOKENS, triton.next_power_of_2(taps)), TILE_BYTES // inputs.element_size()
+        if whole := rows.max_tokens <= tokens:
+            tokens = triton.next_power_of_2(max(1, rows.max_tokens))
         grid = (triton.cdiv(channels, lanes), num_rows, triton.cdiv(rows.max_tokens, tokens))
         short_conv_kernel[grid](
             inputs, weight, bias, ring, rows.cu_seqlens, rows.positions, rows.slots, rows.live, out, inputs.stride(0),
-            ring.stride(0), GATED=gated, CHANNELS=channels, TAPS=taps, RING=places, TOKENS=tokens,
-            PLACES=triton.next_power_of_2(places), LANES=lanes, WHOLE=whole,
+            ring.stride(0), GATED=gated, CHANNELS=channels, TAPS=taps, RING=places, TOKENS=tokens, LANES=lanes, WHOLE=whole,
             ACC=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=4, **launch_args(inputs),
         )
     return out
