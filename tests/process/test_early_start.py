@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from triton.runtime import cache
 
 from batchspec.kernels.common.compiler_hash import compiler_hash
 from batchspec.process import early_start
+from tests.helpers.runs import make_model, make_prompts
 
 
 @pytest.mark.parametrize(
@@ -91,3 +94,25 @@ def test_a_run_imports_nothing_that_few_jobs_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.second
+def test_a_run_leaves_tables_and_with_them_pandas_to_its_workers(tmp_path: Path) -> None:
+    """Arrow imports pandas, if it is installed, to make an array of Python's values and for its datasets: a sixth of a second."""
+    folder, said = tmp_path / "installed", tmp_path / "imported"
+    folder.mkdir()
+    (folder / "pandas.py").write_text(
+        f"import os\nwith open({str(said)!r}, 'a') as file:\n    print(os.getpid(), file=file)\nraise ImportError('a test')\n"
+    )
+    words = [
+        f"model.path={make_model(tmp_path / 'model')}", f"input.path={make_prompts(tmp_path / 'in.parquet', 4)}",
+        f"output.dir={tmp_path}/out", "decode.max_new_tokens=2", "input.num_workers=1", "draft=none", "device=cpu",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "batchspec.run", *words], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])},
+    ) as job:
+        _, printed = job.communicate()
+    assert job.returncode == 0, printed
+    assert said.read_text().split(), "the worker made a table"
+    assert str(job.pid) not in said.read_text().split()

@@ -206,5 +206,6 @@ def _copied_field(field: pa.Field, names: Sequence[str]) -> pa.Field:
 def _try_copy(kind: pa.DataType, copied: pa.DataType) -> None:
     """Cast, select and write an empty column of this type, as the writer will do with rows. Raises ArrowNotImplementedError or
     OSError if Arrow cannot, before any row is computed."""
-    column = pa.nulls(0, kind).cast(copied).take(pa.array([], pa.int64()))
+    none = pa.nulls(0, pa.int64())  # pa.array would import pandas, where that is installed
+    column = pa.nulls(0, kind).cast(copied).take(none)
     pq.write_table(pa.table({"column": column}), pa.BufferOutputStream())

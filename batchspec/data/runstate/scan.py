@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from batchspec.data.storage.retry import reason
 from batchspec.data.storage.store import Store
@@ -22,6 +21,8 @@ def scan(store: Store, names: Sequence[str]) -> pl.LazyFrame:
         paths = list(found)
         if files is None:
             return pl.scan_parquet(paths, glob=False, hive_partitioning=False)
+        import pyarrow.dataset as ds  # imports pandas too, where that is installed
+
         return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=files, format="parquet"))
 
 
