@@ -5,7 +5,10 @@ The planner computes the memory of a shape, so it must know the limits here. Thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchspec.records import Ids
 
@@ -81,3 +84,11 @@ class ExpectedRows:
     def rounds(self, num_slots: int) -> float:
         """Number of rounds that decode the job without drafts: of full slots, in which each row emits one token a round."""
         return self.num_rows * self.output_tokens / num_slots
+
+
+class ExampleRow(NamedTuple):
+    """A row that brings more than text to a prefill pass, to compile and rehearse the pass with. No row may be live."""
+
+    num_tokens: int
+    in_slot_0: Callable[[], AbstractContextManager[None]]
+    """Within this block slot 0 holds it. Nothing of it stays."""

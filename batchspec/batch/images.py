@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from batchspec.batch.image_inputs import AxisPositions, ImageInputs
 from batchspec.batch.upload import upload
+from batchspec.packed_batch import ExampleRow
 from batchspec.records import ImagePiece, Request
 
 RowPixels = tuple[NDArray[np.uint8], ...]
@@ -35,6 +38,10 @@ class ImageEncoder(Protocol):
     def encode(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """Of each image, uint8 [height, width, 3] of a size that the model reads, its rows [tokens, 1 + D, H]: see
         `ImageInputs`. Does not synchronise."""
+
+    def examples(self, most_tokens: int) -> Iterator[tuple[ImagePiece, ...]]:
+        """Images of rows that begin with them and have at most so many tokens: each row for kernels that the others may not
+        launch. Nothing encodes their source."""
 
 
 class _Found(NamedTuple):
@@ -68,6 +75,22 @@ class ImagesOnDevice:
     def place(self, slot: int, pixels: RowPixels) -> None:
         """The pixels of the row in this slot, which has begun."""
         self._pixels[slot] = pixels
+
+    def examples(self, most_tokens: int) -> Iterator[ExampleRow]:
+        """Rows of an image, or of several, and a token."""
+        for pieces in self._encoder.examples(most_tokens - 1):
+            yield ExampleRow(pieces[-1].begin + pieces[-1].length + 1, partial(self._placed, pieces))
+
+    @contextmanager
+    def _placed(self, pieces: tuple[ImagePiece, ...]) -> Iterator[None]:
+        """Within this block these are the images of the row in slot 0, in black. Nothing of them stays."""
+        self._images, self._pixels = {0: pieces}, {0: tuple(np.zeros((own.height, own.width, 3), np.uint8) for own in pieces)}
+        try:
+            yield
+        finally:
+            self._images, self._pixels = {}, {}
+            for piece in pieces:
+                self._rows.pop(piece.digest, None)
 
     def inputs(
         self, segments: Segments, *, shifted: bool = False

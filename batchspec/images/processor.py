@@ -4,7 +4,8 @@ Qwen3-VL and Qwen3.5 have too. Source: transformers 5, models/qwen2_vl/image_pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -124,6 +125,26 @@ class ImageProcessor:
     def advance(self, rows: int, cols: int) -> int:
         """Positions that rotary embedding counts for it: Qwen2-VL (arXiv 2409.12191), section 2.1."""
         return max(rows, cols)
+
+    def of_size(self, fit: Fit) -> dict[str, Any]:
+        """The fields of an `ImagePiece` that follow from its size."""
+        rows, cols = self.grid(fit)
+        return {
+            "length": len(self.tokens(rows, cols)), "rows": rows, "cols": cols, "advance": self.advance(rows, cols),
+            "height": fit.height, "width": fit.width, "whole": self.most_whole > 0,
+        }
+
+    def square_fits(self, most_tokens: int) -> Iterator[Fit]:
+        """Sizes of square images of at most so many tokens: the largest, and of half as many again and again."""
+        found, tokens = set[Fit](), most_tokens
+        while tokens:
+            side = math.isqrt(tokens * self.multiple**2)
+            with suppress(BadImage):
+                fit = self.fit(side, side)
+                if fit not in found and len(self.tokens(*self.grid(fit))) <= most_tokens:
+                    found.add(fit)
+                    yield fit
+            tokens //= 2
 
     def digest(self, data: bytes, fit: Fit) -> bytes:
         """16 bytes that determine the pixels: of the encoded image and of the size to which it is resized."""

@@ -149,13 +149,10 @@ def _piece(processor: ImageProcessor, source: bytes | PdfPage, begin: int, numbe
         fit = processor.fit(header.height, header.width)
     except BadImage as error:
         raise BadRow(error.code, f"image {number}: {error}") from None
-    rows, cols = processor.grid(fit)
     data, made = (identity_of(source), fit) if isinstance(source, PdfPage) else (source, header)
     return ImagePiece(
-        begin=begin, length=len(processor.tokens(rows, cols)), rows=rows, cols=cols, advance=processor.advance(rows, cols),
-        height=fit.height, width=fit.width,
-        encoded_pixels=made.height * made.width, digest=processor.digest(data, fit), source=source,
-        whole=processor.most_whole > 0,
+        begin=begin, **processor.of_size(fit), encoded_pixels=made.height * made.width, digest=processor.digest(data, fit),
+        source=source,
     )
 
 

@@ -38,7 +38,9 @@ _CONSTANTS = {
 """Operations whose results do not depend on values of tensors."""
 _HARMLESS = {
     getattr(torch.ops.aten, name)
-    for name in ("_to_copy", "cat", "clone", "cumsum", "sum", "amax", "argmax", "topk", "sort", "_softmax")
+    for name in (
+        "_to_copy", "cat", "stack", "repeat", "clone", "cumsum", "sum", "mean", "amax", "argmax", "topk", "sort", "_softmax",
+    )
 }
 """Operations that are executed, on undefined values too, as pointwise ones are: they use no value as an index."""
 
@@ -179,16 +181,24 @@ def _selected(x: Tensor, dim: int, ids: Tensor) -> Tensor:
 
 
 def _indexed(x: Tensor, ids: Sequence[Tensor | None]) -> Tensor:
-    """x indexed by ids of its first dimensions."""
+    """x indexed by ids of its first dimensions, or of those after some that stay."""
     given = [one for one in ids if one is not None and one.dtype not in (torch.bool, torch.uint8)]
-    if len(given) < len(ids):
-        raise ValueError("only ids of the first dimensions")
-    return _shape(*reduce(torch._C._infer_size, (one.shape for one in given)), *x.shape[len(ids) :], dtype=x.dtype)
+    kept = len(ids) - len(given)
+    if any(one is not None for one in ids[:kept]):
+        raise ValueError("only ids of dimensions side by side, and the last ones given")
+    size = reduce(torch._C._infer_size, (one.shape for one in given))
+    return _shape(*x.shape[:kept], *size, *x.shape[len(ids) :], dtype=x.dtype)
 
 
 def _padded(x: Tensor, pad: Sequence[int], *_: Any) -> Tensor:
     pairs = [0] * (2 * x.dim() - len(pad)) + [n for i in range(len(pad), 0, -2) for n in pad[i - 2 : i]]
     return _shape(*(n + before + after for n, before, after in zip(x.shape, pairs[::2], pairs[1::2], strict=True)), dtype=x.dtype)
+
+
+def _normed(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Layer norm; its means and deviations are not used."""
+    unused = _shape(0, dtype=torch.float32)
+    return _shape(*x.shape, dtype=x.dtype), unused, unused
 
 
 def _attended(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
@@ -205,6 +215,7 @@ _SHAPES = {
     torch.ops.aten.index_select: _selected,
     torch.ops.aten.index: _indexed,
     torch.ops.aten.constant_pad_nd: _padded,
+    torch.ops.aten.native_layer_norm: _normed,
     torch.ops.aten._flash_attention_forward: _attended,
 }
 """Shapes of the results of common operations. torch's own shape functions import its compiler, which takes several seconds."""

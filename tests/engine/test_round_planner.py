@@ -122,7 +122,7 @@ def planner(
         batch=batch,
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
         prefill_graphs=None,
-        prefill_multiple=None,
+        prefill_multiple=None, examples=lambda most: (),
     )
     executor.round.verify_all = lambda: setattr(executor.round, "chances", None)
     executor.graphs = StandInGraphs(batch, base, captures=dtype in GRAPH_DTYPES)

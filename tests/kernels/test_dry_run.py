@@ -37,6 +37,8 @@ OPERATIONS: dict[str, Callable[[Tensor], object]] = {
     "softmax": lambda x: x.softmax(-1),
     "largest": lambda x: x.topk(2).indices,
     "no known shape": lambda x: x.logcumsumexp(0),
+    "ids after a dimension": lambda x: x[:, torch.tensor([[1, 3], [0, 2]]), ...],
+    "layer norm": lambda x: torch.nn.functional.layer_norm(x, (4,)),
     "joined": lambda x: torch.cat([x, x[:1]]),
     "contiguous": lambda x: x.t().contiguous(),
     "view": lambda x: x.view(4, 3)[1:, ::2],
@@ -235,6 +237,7 @@ x, ids = torch.zeros(4, 4), torch.tensor([1, 2])
 def run():
     x[ids], x[ids, ids], x.index_select(0, ids), F.pad(x, (1, 0))
     x @ x, F.linear(x, x, x[0]), ids.cumsum(0), x.to(torch.bfloat16), x > 1
+    F.layer_norm(x, (4,), x[0], x[0]), F.gelu(x, approximate="tanh"), torch.stack([x, x], 1), x.mean(1), x[:, ids], x.repeat(1, 2)
 assert dry_run(run, torch.device("cpu")) is None
 assert "sympy" not in sys.modules and "torch._dynamo" not in sys.modules
 """

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from batchspec.automata.lazy_automaton import Expanding
@@ -27,7 +28,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.images import ImageEncoder, ImagesOnDevice
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.features.constraints import FiniteConstraints
-from batchspec.engine.features.images import RowImages
+from batchspec.engine.features.images import RowImages, examples
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
@@ -40,6 +41,7 @@ from batchspec.engine.rounds.records import LogitReader
 from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.images.prepared_images import PreparedImages
+from batchspec.packed_batch import ExampleRow
 from batchspec.records import Request
 from batchspec.tool_calls.split import CallParser
 
@@ -87,6 +89,9 @@ class RowFeatures(Features):
             rows.automata = Automata(self.symbols, self.capacity, rows.live.device)
         if self.image_encoder is not None:
             rows.images = ImagesOnDevice(self.image_encoder, rows.live.device, most_rows=self.kept_images)
+
+    def examples(self, rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
+        return examples(rows, most_tokens)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)

@@ -22,6 +22,7 @@ from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.images.decode import Rgb
 from batchspec.images.header import BadImage
 from batchspec.images.prepared_images import PreparedImages
+from batchspec.packed_batch import ExampleRow
 from batchspec.records import Completion, RowError
 
 MOST_BYTES = 1 << 30
@@ -53,8 +54,16 @@ class WithImages(Features):
         self._own.allocate(rows)
         rows.images = ImagesOnDevice(self._encoder, rows.live.device, most_rows=self._kept)
 
+    def examples(self, rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
+        return examples(rows, most_tokens)
+
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         return (*self._own.begin(slots, pools), RowImages(self._prepared))
+
+
+def examples(rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
+    """As `Features.examples`: rows with images, if the engine reads some."""
+    return () if rows.images is None else rows.images.examples(most_tokens)
 
 
 class RowImages(RowFeature):

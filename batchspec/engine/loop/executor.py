@@ -95,6 +95,8 @@ class Executor:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.num_verified + 1)
         self.prefill_pass = partial(features.prefill_pass, self.round, self.rows)
         """Launches one prefill pass kernel by kernel."""
+        self.examples = partial(features.examples, self.rows)
+        """As `Features.examples`."""
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs and (padded_pass := features.padded_pass) is not None:
             self.prefill_graphs = PrefillGraphs(

@@ -14,10 +14,10 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import FEW, seconds_of
 from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.compile_ahead import compile_ahead
-from batchspec.packed_batch import PackedBatch
+from batchspec.packed_batch import ExampleRow, PackedBatch
 from batchspec.process.child_process import python_command
 
-NUM_PROBES = 3
+NUM_PROBES = 4
 """Number of launches that `compile_kernels` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
 
 
@@ -38,12 +38,24 @@ def compile_kernels(executor: Executor, mode: SamplingMode, shapes: Sequence[Rou
 def launches(executor: Executor, mode: SamplingMode, shapes: Sequence[RoundShape]) -> list[Callable[[], object]]:
     """Functions that launch each pass of `rehearse`, and each of these rounds kernel by kernel.
 
-    The first NUM_PROBES are the largest and a short pass, and a round if there are any.
+    The first NUM_PROBES are the largest and a short pass, and, if there are any, a row that brings more than text and a round.
     """
+    examples = examples_of(executor, mode)
     prefills = [partial(executor.prefill_pass, segments, mode) for segments in reversed(_passes_of(executor))]
     rounds = executor.graphs.launches(shapes)
     moves = [partial(move_row, executor)] if executor.batch.num_slots > 1 else []
-    return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
+    return [*prefills[:2], *examples[:1], *rounds[:1], *moves, *examples[1:], *prefills[2:], *rounds[1:]]
+
+
+def examples_of(executor: Executor, mode: SamplingMode) -> list[Callable[[], object]]:
+    """Functions that each launch the prefill of a row that brings more than text (`Features.examples`)."""
+
+    def launch(row: ExampleRow) -> None:
+        with row.in_slot_0():
+            executor.prefill_pass([Segment(0, 0, row.num_tokens, True)], mode)
+
+    most = min(executor.batch.prefill_tokens, longest_of(executor.batch))
+    return [partial(launch, row) for row in executor.examples(most)]
 
 
 def rehearse(executor: Executor, mode: SamplingMode) -> PrefillCost | None:
@@ -55,6 +67,8 @@ def rehearse(executor: Executor, mode: SamplingMode) -> PrefillCost | None:
     if executor.batch.num_slots > 1:
         move_row(executor)
     cost = time_passes(executor.prefill_pass, executor.rows, _passes_of(executor), mode)
+    for launch in examples_of(executor, mode):  # after the timed passes, which have set all pages to one that no row reads
+        launch()
     cost, graphs = replace(cost, adds_launches=not executor.batch.decodes), executor.prefill_graphs
     return cost if graphs is None else graphs.learn(cost, mode, longest=longest_of(executor.batch))
 

@@ -19,6 +19,7 @@ from batchspec.engine.rounds.records import LogitReader, PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState, Watch
 from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.packed_batch import ExampleRow
 from batchspec.records import Completion, Request
 
 
@@ -102,6 +103,11 @@ class Features:
 
     def allocate(self, rows: DeviceBatch) -> None:
         """Allocate what `LogitRule`s read besides the state of the slots. Called once, before any graph is captured."""
+
+    def examples(self, rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
+        """Rows of at most so many tokens that bring more than text to a prefill pass: it is compiled and launched with them
+        before the first row comes."""
+        return ()
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         """The features of a run that begins with these slots and pages, in the order in which they examine and finish rows."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchspec.batch.upload import upload
 from batchspec.kernels.attention import bidirectional
+from batchspec.tuning import policy
 
 Grid = tuple[int, int]
 """Rows and columns of an image's patches."""
@@ -75,7 +76,7 @@ class AttentionWithin:
     ) -> None:
         """cu_seqlens: [images + 1] where the patches of each image begin, and N; scale: of the scores, None: 1 / sqrt(D)."""
         self._cu_seqlens, self._scale = cu_seqlens, scale
-        has_kernel = device.type == "cuda" and dtype in bidirectional.DTYPES
+        has_kernel = policy.has_kernels(device) and dtype in bidirectional.DTYPES
         self._tiles = upload(bidirectional.tiles_of(cu_seqlens), torch.int32, device) if has_kernel else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ P side of a patch, N patches of a pass, E hidden, H hidden of the text model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.vision.blocks import Grid, merge_order
 from batchspec.model.vision.spec import VisionSpec
+from batchspec.records import ImagePiece
 
 ACTIVATIONS: dict[str, Literal["silu", "none", "tanh"]] = {"silu": "silu", "gelu": "none", "gelu_pytorch_tanh": "tanh"}
 """hidden_act -> how it is computed: silu, or the approximation of gelu."""
@@ -79,6 +80,14 @@ class PatchEncoder(ABC):
             count += own
         of_image = dict(zip(order, encoded + self._pass(group), strict=True))
         return [of_image[i] for i in range(len(images))]
+
+    def examples(self, most_tokens: int) -> Iterator[tuple[ImagePiece, ...]]:
+        """One image a row: the largest of a pass, and smaller ones if the tiles of products depend on their size."""
+        processor = self.spec.processor
+        of_pass = self.spec.most_patches(self._patch.dtype) // processor.merge**2
+        for fit in islice(processor.square_fits(min(most_tokens, of_pass)), None if self.spec.ordered else 1):
+            digest = processor.digest(b"", fit)
+            yield (ImagePiece(begin=0, **processor.of_size(fit), encoded_pixels=0, digest=digest, source=b""),)
 
     def _pass(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """images: those of one size one after another."""

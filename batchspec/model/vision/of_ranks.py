@@ -3,7 +3,8 @@ of a call, and all get the same rows of all images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -15,6 +16,7 @@ from batchspec.batch.images import ImageEncoder
 from batchspec.distributed.collectives import Collectives
 from batchspec.images.processor import Fit
 from batchspec.model.vision.spec import VisionSpec
+from batchspec.records import ImagePiece
 
 EXCHANGED = 1024
 """Rows of each rank that are exchanged at a time. Of a hidden size of 4096 in bf16 they have 8 MB, with three layers of deepstack
@@ -42,6 +44,14 @@ class EncoderOfRanks:
         rows = torch.cat(self._own.encode(own)) if own else self._none
         with self._ranks.prefilling():
             return self._exchanged(rows, owners, counts)
+
+    def examples(self, most_tokens: int) -> Iterator[tuple[ImagePiece, ...]]:
+        """As many images a row as there are ranks: each rank encodes one."""
+        for (piece,) in self._own.examples(most_tokens // self._ranks.ranks):
+            yield tuple(
+                replace(piece, begin=rank * piece.length, digest=bytes([rank]) + piece.digest[1:])
+                for rank in range(self._ranks.ranks)
+            )
 
     def _exchanged(self, own: Tensor, owners: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
         """The rows of each image. own: of this rank's images, one after another; counts: number of each image's rows"""

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.batch.upload import upload
@@ -123,13 +125,13 @@ def contiguous(text: ConfigReader, usual: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
-def window_order(grid: Grid, side: int) -> tuple[Tensor, list[int]]:
+def window_order(grid: Grid, side: int) -> tuple[NDArray[np.int64], list[int]]:
     """int64 [n] the tokens of a grid, numbered row by row, window by window, and the size of each window. side: tokens along each
     side of a window; those at the end of a row or column may be smaller."""
     rows, cols = grid
-    token = torch.arange(rows * cols)
+    token = np.arange(rows * cols)
     number = token // cols // side * -(-cols // side) + token % cols // side
-    return number.argsort(stable=True), number.bincount().tolist()
+    return number.argsort(kind="stable"), np.bincount(number).tolist()
 
 
 class Qwen2_5VlEncoder(PatchEncoder):
@@ -139,7 +141,7 @@ class Qwen2_5VlEncoder(PatchEncoder):
 
     def order(self, grid: Grid) -> Tensor:
         merge, (order, _) = self.spec.processor.merge, window_order(self._tokens(grid), self.spec.window)
-        places = upload(order.numpy(), torch.int64, self._device)
+        places = upload(order, torch.int64, self._device)
         coords: Tensor = merge_order(grid, merge, self._device).unflatten(1, (-1, merge**2)).index_select(1, places)
         return coords.flatten(1)
 
@@ -150,7 +152,7 @@ class Qwen2_5VlEncoder(PatchEncoder):
         spec = self.spec
         x = self.product(patches.values, self._patch)
         angles = axial_angles(patches.coords, spec.size // spec.heads, spec.theta)
-        places, sizes, begin = list[Tensor](), list[int](), 0
+        places, sizes, begin = list[NDArray[np.int64]](), list[int](), 0
         for grid, count in zip(patches.grids, patches.counts, strict=True):
             own, of_windows = window_order(self._tokens(grid), spec.window)
             for _ in range(count):
@@ -164,7 +166,7 @@ class Qwen2_5VlEncoder(PatchEncoder):
         wide = self._rms("merger.ln_q", x, EPS).view(-1, spec.size * spec.processor.merge**2)
         found = self._linear("merger.mlp.2", F.gelu(self._linear("merger.mlp.0", wide)))
         rows = torch.empty_like(found)
-        rows[upload(torch.cat(places).numpy(), torch.int64, self._device)] = found
+        rows[upload(np.concatenate(places), torch.int64, self._device)] = found
         return rows.unsqueeze(1)
 
     def _layer(self, name: str, x: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionWithin) -> Tensor:
