@@ -200,6 +200,16 @@ class ImagePiece:
     whole: bool = False
     """Whether its tokens attend to each other in prefill (`FlatBatch.last_keys`), so that no pass may end inside it."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return 3 * self.height * self.width
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of the encoded image; 0 for a page."""
+        return len(self.source) if isinstance(self.source, bytes) else 0
+
     def rows_before(self, token: int) -> int:
         """Number of its embeddings before its token of this number, 0 .. length."""
         row, col = divmod(token, self.length // self.rows)

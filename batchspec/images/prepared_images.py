@@ -70,7 +70,7 @@ class _Image:
 
     @property
     def num_bytes(self) -> int:
-        return 3 * self.piece.height * self.piece.width
+        return self.piece.num_bytes
 
     @property
     def is_done(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchspec.images.prepared_images import MOST_IMAGES_KEPT, MOST_KEPT
 from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.planner import Demand
 from batchspec.records import Completion, Ids, Request
@@ -43,6 +44,10 @@ class Survey:
     """Adapter and first PREFIX_TOKENS tokens of some requests."""
     common: Ids | None = None
     """int32: longest common prefix of the first PREFIX_ROWS prompts; None before the first."""
+    first_with_images: list[Request] = field(default_factory=list)
+    """The first requests with images, as many as `PreparedImages` keeps the pixels of before their run begins."""
+    first_bytes: int = 0
+    """Of their images: of the pixels, or of an encoded image that is larger."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
     num_errors: int = 0
@@ -60,7 +65,8 @@ class Survey:
                 self._compare_prefix(item)
                 self.num_images += len(item.images)
                 self.image_tokens += sum(piece.length for piece in item.images)
-                if not item.sample_index:
+                if item.images and not item.sample_index:
+                    self._keep_first(item)
                     self.image_pixels.extend(piece.height * piece.width for piece in item.images)
                     self.encoded_pixels += sum(piece.encoded_pixels for piece in item.images)
                 self.num_opened += item.thinking is not None and item.thinking.opened is True
@@ -69,6 +75,16 @@ class Survey:
                 count, example = self.bad.get(item.error.code, (0, item.error.message))
                 self.bad[item.error.code] = (count + 1, example)
                 self.num_errors += item.status == "error"
+
+    def _keep_first(self, request: Request) -> None:
+        self.first_bytes += sum(max(piece.num_bytes, piece.encoded_bytes) for piece in request.images)
+        if self.first_bytes <= MOST_KEPT and self.num_images <= MOST_IMAGES_KEPT:
+            self.first_with_images.append(request)
+
+    def take_first(self) -> list[Request]:
+        """`first_with_images`, which hold the encoded images, once."""
+        found, self.first_with_images = self.first_with_images, []
+        return found
 
     def _compare_prefix(self, request: Request) -> None:
         if len(self.prompt_tokens) > PREFIX_ROWS:

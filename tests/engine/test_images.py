@@ -19,6 +19,7 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features import RowFeatures, images
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import Features
 from batchspec.images import prepared_images as module
 from batchspec.images.prepared_images import PreparedImages
 from batchspec.job.load import build
@@ -192,6 +193,15 @@ def test_rows_that_bring_more_pixels_than_fit_together_enter_one_after_another(
     assert tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests))) == expected
     assert sum(groups) == 5
     assert max(groups) == 1
+
+
+def test_a_job_that_decodes_nothing_expects_images_too(models: Path) -> None:
+    target, prepared = image_target(models / "qwen3_vl"), ImagesInOrder()
+    assert target.image_encoder is not None
+    one = image_request(0, target.spec, (A, 7), cap=1)
+    images.WithImages(Features(), target.image_encoder, 64, prepared).expect([one])
+    (found,) = prepared.take(one) or ()
+    assert found.shape == (one.images[0].height, one.images[0].width, 3)
 
 
 def test_rows_that_differ_in_an_image_alone_share_no_page_of_it_and_samples_share_all(models: Path) -> None:

@@ -28,7 +28,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.images import ImageEncoder, ImagesOnDevice
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.features.constraints import FiniteConstraints
-from batchspec.engine.features.images import RowImages, examples
+from batchspec.engine.features.images import RowImages, examples, expect
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
@@ -89,6 +89,10 @@ class RowFeatures(Features):
             rows.automata = Automata(self.symbols, self.capacity, rows.live.device)
         if self.image_encoder is not None:
             rows.images = ImagesOnDevice(self.image_encoder, rows.live.device, most_rows=self.kept_images)
+
+    def expect(self, requests: Iterable[Request]) -> None:
+        if self.prepared is not None:
+            expect(self.prepared, requests)
 
     def examples(self, rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
         return examples(rows, most_tokens)

@@ -23,7 +23,7 @@ from batchspec.images.decode import Rgb
 from batchspec.images.header import BadImage
 from batchspec.images.prepared_images import PreparedImages
 from batchspec.packed_batch import ExampleRow
-from batchspec.records import Completion, RowError
+from batchspec.records import Completion, Request, RowError
 
 MOST_BYTES = 1 << 30
 
@@ -54,11 +54,20 @@ class WithImages(Features):
         self._own.allocate(rows)
         rows.images = ImagesOnDevice(self._encoder, rows.live.device, most_rows=self._kept)
 
+    def expect(self, requests: Iterable[Request]) -> None:
+        expect(self._prepared, requests)
+
     def examples(self, rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
         return examples(rows, most_tokens)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         return (*self._own.begin(slots, pools), RowImages(self._prepared))
+
+
+def expect(prepared: PreparedImages, requests: Iterable[Request]) -> None:
+    """As `Features.expect`: their pixels are begun. The run drops these asks, and finds what was made by its digest."""
+    for request in requests:
+        prepared.ask(request, request.images)
 
 
 def examples(rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
@@ -93,7 +102,7 @@ class RowImages(RowFeature):
         if state.slot >= 0 or state.finish_reason is not None:
             return True
         images = state.request.images
-        if self._entered and self._entered_bytes + sum(3 * one.height * one.width for one in images) > MOST_BYTES:
+        if self._entered and self._entered_bytes + sum(one.num_bytes for one in images) > MOST_BYTES:
             return False
         if self._made is not None and self._made[0] is state:
             return True

@@ -104,6 +104,10 @@ class Features:
     def allocate(self, rows: DeviceBatch) -> None:
         """Allocate what `LogitRule`s read besides the state of the slots. Called once, before any graph is captured."""
 
+    def expect(self, requests: Iterable[Request]) -> None:
+        """These requests will probably be among the first of the next run: what takes long may begin while the engine is
+        prepared. No result depends on it."""
+
     def examples(self, rows: DeviceBatch, most_tokens: int) -> Iterable[ExampleRow]:
         """Rows of at most so many tokens that bring more than text to a prefill pass: it is compiled and launched with them
         before the first row comes."""

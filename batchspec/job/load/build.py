@@ -131,6 +131,7 @@ def _engine_of(
         expanding=expanding_of(job), defers_text=defers_text, call_parser=job.admission.call_parser,
         token_ids=job.token_ids,
     )
+    engine.features.expect(survey.take_first())  # while kernels are compiled and graphs captured
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
