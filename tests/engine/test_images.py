@@ -17,9 +17,11 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features import RowFeatures, images
+from batchspec.engine.loop.executor import Executor
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import Features
+from batchspec.engine.step import ScheduledStep
 from batchspec.images import prepared_images as module
 from batchspec.images.prepared_images import PreparedImages
 from batchspec.job.load import build
@@ -193,6 +195,24 @@ def test_rows_that_bring_more_pixels_than_fit_together_enter_one_after_another(
     assert tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests))) == expected
     assert sum(groups) == 5
     assert max(groups) == 1
+
+
+def test_the_first_rows_enter_alone_and_the_others_together(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pixels are there: the device begins with the first row, and meanwhile the host takes those of the others."""
+    target, groups = image_target(models / "qwen3_vl"), list[list[int]]()
+    requests = [image_request(i, target.spec, (3 + i, picture(30, 50, i)), cap=4) for i in range(3)]
+    engine = image_engine(target, NoDrafter(), BATCH, prepared=ImagesInOrder())
+    expected = tokens(list(engine.run(requests)))
+    execute = Executor.execute
+
+    def noted(self: Executor, step: ScheduledStep) -> None:
+        groups.append([refill.request.row_index for refill in step.refills])
+        execute(self, step)
+
+    monkeypatch.setattr(Executor, "execute", noted)
+    monkeypatch.setattr(images, "FIRST_BYTES", 1)
+    assert tokens(list(engine.run(requests))) == expected
+    assert [own for own in groups if own] == [[0], [1, 2]]
 
 
 def test_a_job_that_decodes_nothing_expects_images_too(models: Path) -> None:
