@@ -147,7 +147,7 @@ class StandInEngine(Engine):
 
     def prepare(self, mode: SamplingMode, **more: Any) -> None:
         """The scheduler is told the cost PREFILL of passes."""
-        with patch.object(round_planner, "rehearse", lambda *_: PREFILL):
+        with patch.object(round_planner, "rehearse", lambda *_, **__: PREFILL):
             super().prepare(mode, **more)
 
     def _begin(self, requests: RequestStream, finished: Sequence[tuple[Ids, Ids]] = ()) -> EngineRun:

@@ -59,10 +59,10 @@ def compile_ahead(
 
     num_probes  number of runs to try first: if all their kernels are on disk, the other runs are left out
     command     starts a process of `compile_process.py`; empty: threads compile by themselves
-    Returns whether any kernel was compiled. Raises nothing but AssertionError, as `dry_run`.
+    Returns whether all that were tried were found on disk. Raises nothing but AssertionError, as `dry_run`.
     """
     compiled: list[str] = []
-    pool = ThreadPoolExecutor(num_threads(processes=bool(command)), "kernels")
+    found, pool = True, ThreadPoolExecutor(num_threads(processes=bool(command)), "kernels")
     compilers = _Compilers(list(command), compiled)
     launchers = _Launchers(pool)
     try:
@@ -71,11 +71,13 @@ def compile_ahead(
                 if i == num_probes and not wait(launchers.futures, PROBE_S).not_done and not compiled:
                     break
                 if ended := dry_run(run, device):
+                    found = False
                     log.info("kernels after this are compiled at their first launch: %s", ended)
+        found = found and all(future.done() and not future.exception() for future in launchers.futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         compilers.close()
-    return bool(compiled)
+    return found and not compiled
 
 
 class _Compilations(triton.AsyncCompileMode):  # type: ignore[misc]

@@ -326,6 +326,26 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     assert cost == PrefillCost(least=3.0, token=0.5, replay=1.0)
 
 
+@pytest.mark.parametrize(("found", "ranks", "launched"), [(False, None, 11), (True, None, 2), (True, object(), 11)])
+def test_where_kernels_are_on_disk_only_passes_that_are_timed_are_launched(
+    found: bool, ranks: object, launched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others compile. Every rank launches all, as other ranks may have to compile."""
+    passes: list[list[Segment]] = []
+
+    def recorded(launch: Any, rows: Any, given: Sequence[list[Segment]], mode: SamplingMode) -> PrefillCost:
+        passes.extend(given)
+        return PrefillCost(least=0.0, token=0.0)
+
+    monkeypatch.setattr(warm_up, "time_passes", recorded)
+    monkeypatch.setattr(warm_up, "compile_ahead", lambda *_, **__: found)
+    one = planner(packed(4, longest_prompt=40, prefill_tokens=100), 1, ranks=ranks)
+    one.prepare(MODE)
+    assert len(passes) == launched
+    assert [sum(s.end - s.begin for s in segments) for segments in passes[-2:]] == [17, 100]
+    assert ("compiling kernels" in one.seconds) == (not found)
+
+
 def some_rows() -> ExpectedRows:
     return ExpectedRows(prompt_lens=np.ones(4, np.int32), common_tokens=0, output_tokens=1.0, num_rows=4)
 

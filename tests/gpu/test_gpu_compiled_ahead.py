@@ -21,6 +21,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
+from batchspec.engine.loop import round_planner
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
@@ -61,7 +62,8 @@ FALCON = {
     "mlp_multipliers": [0.9, 0.6], "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
 }
 KINDS = {"recurrent": RECURRENT, "convolutions": CONVS, "mamba2": MAMBA, "latents": LATENTS, "parallel": FALCON}
-compiled = []
+compiled, compile_kernels = [], round_planner.compile_kernels
+round_planner.compile_kernels = lambda *given: compile_kernels(*given) and False  # as if they were not on disk
 
 def on_compile(**event):
     compiled.append(event["repr"])

@@ -64,7 +64,7 @@ def script():
 script()
 """
 AHEAD = """
-assert compile_ahead([lambda: add(64), lambda: add(128), lambda: add(256)], CPU, num_probes=1)
+assert not compile_ahead([lambda: add(64), lambda: add(128), lambda: add(256)], CPU, num_probes=1)
 assert launches == []
 assert compiled == [("kernels", False)] * 3, compiled
 assert launchers == ["kernels"] * 3
@@ -75,14 +75,14 @@ add(512)
 assert compiled[3:] == [("MainThread", False)]
 """
 KNOWN = """
-assert compile_ahead([lambda: add(64), lambda: add(128)], CPU, num_probes=1)
+assert not compile_ahead([lambda: add(64), lambda: add(128)], CPU, num_probes=1)
 add_kernel.device_caches.clear()
 compiled.clear()
-assert not compile_ahead([lambda: add(64), lambda: add(128), lambda: add(1024)], CPU, num_probes=2)
+assert compile_ahead([lambda: add(64), lambda: add(128), lambda: add(1024)], CPU, num_probes=2)
 assert compiled == [("kernels", True)] * 2, compiled
 """
 ENDED = """
-assert compile_ahead([lambda: (add(64), x.sum().item(), add(128)), lambda: add(256)], CPU, num_probes=1)
+assert not compile_ahead([lambda: (add(64), x.sum().item(), add(128)), lambda: add(256)], CPU, num_probes=1)
 add(64), add(128), add(256)
 assert compiled == [("kernels", False)] * 2 + [("MainThread", False)], compiled
 """
@@ -101,7 +101,7 @@ assert launches == ["add_kernel"] * 2
 assert compiled == [("MainThread", False)] * 2, compiled
 """
 WRONG = """
-assert compile_ahead([bad, lambda: add(64)], CPU, num_probes=2)
+assert not compile_ahead([bad, lambda: add(64)], CPU, num_probes=2)
 try:
     bad()
 except triton.CompilationError:
@@ -126,7 +126,7 @@ import hashlib, pathlib
 def cubins():
     folder = pathlib.Path(triton.knobs.cache.dir)
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*.cubin")}
-assert compile_ahead([lambda block=block: add(block) for block in (32, 64, 128, 256)], CPU, num_probes=4)
+assert not compile_ahead([lambda block=block: add(block) for block in (32, 64, 128, 256)], CPU, num_probes=4)
 ahead = cubins()
 triton.knobs.cache.dir += "2"
 add_kernel.device_caches.clear()
@@ -139,7 +139,7 @@ assert cubins() == ahead
 
 PROCESSES = """
 command = [sys.executable, "-m", "batchspec.kernels.common.compile_process"]
-assert compile_ahead([lambda: argmax(64), lambda: argmax(128), lambda: argmax(256)], CPU, num_probes=3, command=command)
+assert not compile_ahead([lambda: argmax(64), lambda: argmax(128), lambda: argmax(256)], CPU, num_probes=3, command=command)
 assert launches == []
 assert compiled == [("kernels", True)] * 3, compiled
 assert launchers == ["kernels"] * 3
@@ -147,7 +147,7 @@ argmax(64), argmax(128), argmax(256), argmax(256)
 assert launches == ["argmax_kernel"] * 4
 assert len(compiled) == 3, compiled
 argmax_kernel.device_caches.clear()
-assert not compile_ahead([lambda: argmax(64)], CPU, num_probes=1, command=[sys.executable, "-c", "raise SystemExit"])
+assert compile_ahead([lambda: argmax(64)], CPU, num_probes=1, command=[sys.executable, "-c", "raise SystemExit"])
 """
 PROCESSES_SAME_BITS = """
 import hashlib, pathlib
@@ -155,7 +155,7 @@ def cubins():
     folder = pathlib.Path(triton.knobs.cache.dir)
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*.cubin")}
 command = [sys.executable, "-m", "batchspec.kernels.common.compile_process"]
-assert compile_ahead([lambda: argmax(64), lambda: argmax(128)], CPU, num_probes=2, command=command)
+assert not compile_ahead([lambda: argmax(64), lambda: argmax(128)], CPU, num_probes=2, command=command)
 ahead = cubins()
 triton.knobs.cache.dir += "2"
 argmax_kernel.device_caches.clear()
@@ -167,14 +167,14 @@ PROCESSES_FAIL = """
 for command in ([sys.executable, "-c", "raise SystemExit"], ["/nowhere"], [sys.executable, "-c", "print('what?')"]):
     add_kernel.device_caches.clear(), compiled.clear(), launches.clear()
     triton.knobs.cache.dir += "2"
-    assert compile_ahead([lambda: add(64), lambda: add(128)], CPU, num_probes=2, command=command)
+    assert not compile_ahead([lambda: add(64), lambda: add(128)], CPU, num_probes=2, command=command)
     assert compiled == [("kernels", False)] * 2, compiled
     add(64), add(128)
     assert launches == ["add_kernel"] * 2
 """
 PROCESSES_UNKNOWN = """
 command = [sys.executable, "-m", "batchspec.kernels.common.compile_process"]
-assert compile_ahead([lambda: add(64), lambda: argmax(64), bad], CPU, num_probes=3, command=command)
+assert not compile_ahead([lambda: add(64), lambda: argmax(64), bad], CPU, num_probes=3, command=command)
 assert sorted(compiled) == [("kernels", False), ("kernels", True)], compiled
 """
 

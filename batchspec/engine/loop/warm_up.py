@@ -24,11 +24,11 @@ NUM_PROBES = 4
 def compile_kernels(executor: Executor, mode: SamplingMode, shapes: Sequence[RoundShape]) -> bool:
     """Compile the kernels of `rehearse` and of these rounds, several at a time, in processes; no kernel is launched.
 
-    Returns whether any was compiled: none is if rounds are not CUDA graphs, or if the first NUM_PROBES launches find their
-    kernels in Triton's cache on disk.
+    Returns whether none had to be: if the first NUM_PROBES launches find their kernels in Triton's cache on disk, or if rounds
+    are not CUDA graphs.
     """
     if not executor.graphs.captures:
-        return False
+        return True
     executor.rows.provide(mode)
     command = python_command("-m", "batchspec.kernels.common.compile_process")
     device = executor.rows.live.device
@@ -58,15 +58,21 @@ def examples_of(executor: Executor, mode: SamplingMode) -> list[Callable[[], obj
     return [partial(launch, row) for row in executor.examples(most)]
 
 
-def rehearse(executor: Executor, mode: SamplingMode) -> PrefillCost | None:
-    """Compile prefill and time it. Returns None, and times nothing, if rounds are not CUDA graphs."""
+def rehearse(executor: Executor, mode: SamplingMode, *, found: bool = False) -> PrefillCost | None:
+    """Compile prefill and time it. Returns None, and times nothing, if rounds are not CUDA graphs.
+
+    found  its kernels are on disk: each is loaded at its first launch, which is soon done, so only passes that are timed are
+           launched here. Ranks launch all, because disks may differ
+    """
     executor.rows.live.zero_()
     if not executor.graphs.captures:
         return None
     executor.rows.provide(mode)
     if executor.batch.num_slots > 1:
         move_row(executor)
-    cost = time_passes(executor.prefill_pass, executor.rows, _passes_of(executor), mode)
+    passes = _passes_of(executor)
+    timed = passes[-2:] if found and executor.target.ranks is None else passes
+    cost = time_passes(executor.prefill_pass, executor.rows, timed, mode)
     for launch in examples_of(executor, mode):  # after the timed passes, which have set all pages to one that no row reads
         launch()
     cost, graphs = replace(cost, adds_launches=not executor.batch.decodes), executor.prefill_graphs
