@@ -191,6 +191,7 @@ def test_rows_that_bring_more_pixels_than_fit_together_enter_one_after_another(
         return found
 
     monkeypatch.setattr(images.RowImages, "take_commands", counted)
+    monkeypatch.setattr(images, "FIRST_BYTES", 1)
     monkeypatch.setattr(images, "MOST_BYTES", 1)
     assert tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests))) == expected
     assert sum(groups) == 5
@@ -285,7 +286,7 @@ def test_rows_with_a_cut_image_complete_wherever_they_stand(slots: int, pattern:
     assert len(found) == len(pattern)
 
 
-def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path) -> None:
     """A row that waits for something else has none, and a row whose pixels are made still enters within the limit."""
     target = image_target(models / "qwen3_vl")
     requests = [image_request(i, target.spec, (3, picture(30, 50, i)), cap=2) for i in range(4)]
@@ -308,7 +309,7 @@ def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path, monkeypa
     assert comes(rows[1])
     rows[3].slot = 1
     own.enter(rows[3])  # it goes on in its slot
-    monkeypatch.setattr(images, "MOST_BYTES", 1)
+    own._most_bytes = 1
     assert not own.ready(rows[1])
     assert [slot for slot, _ in own.take_commands().images] == [0]
     assert own.ready(rows[1])

@@ -91,8 +91,7 @@ class RowImages(RowFeature):
         self._entered: list[tuple[int, tuple[Rgb, ...]]] = []
         """Slot and pixels of each row that has entered since the last commands."""
         self._entered_bytes = 0
-        self._has_begun = False
-        """Whether rows have entered."""
+        self._most_bytes = FIRST_BYTES
 
     def arrive(self, state: RequestState) -> bool:
         """Its pixels are begun: a request arrives when a slot is free or will be soon (`SlotAllocator.take_ahead`)."""
@@ -105,8 +104,7 @@ class RowImages(RowFeature):
         if state.slot >= 0 or state.finish_reason is not None:
             return True
         images = state.request.images
-        most = MOST_BYTES if self._has_begun else min(FIRST_BYTES, MOST_BYTES)
-        if self._entered and self._entered_bytes + sum(one.num_bytes for one in images) > most:
+        if self._entered and self._entered_bytes + sum(one.num_bytes for one in images) > self._most_bytes:
             return False
         if self._made is not None and self._made[0] is state:
             return True
@@ -150,5 +148,6 @@ class RowImages(RowFeature):
 
     def take_commands(self) -> RowCommands:
         entered, self._entered, self._entered_bytes = tuple(self._entered), [], 0
-        self._has_begun |= bool(entered)
+        if entered:
+            self._most_bytes = MOST_BYTES
         return RowCommands(images=entered)
