@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -386,12 +386,13 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
     return Tokenizer(folder, Path(template) if template else None, date=config.input.template_date)
 
 
-def survey_first(job: Job) -> Survey:
+def survey_first(job: Job, finished: Collection[int] = ()) -> Survey:
     """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled while the model is loaded.
 
+    finished  shards that need no work: the images of their rows are not begun
     Raises CapacityError if memory runs out.
     """
-    survey = Survey()
+    survey = Survey(finished=finished)
     with admitting_rows():
         for shard in job.source.shards(job.layout):
             survey.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))

@@ -104,7 +104,7 @@ def decode_missing(
     with heartbeat or HeartbeatWriter(run.folder.heartbeats()) as heartbeat, signals.as_interrupted():
         heartbeat.begin()  # so that `status` knows of a run that ends while it loads
         began = time.perf_counter()
-        survey = survey_first(run.job)
+        survey = survey_first(run.job, run.finished)
         start_up.done("survey")
         surveyed_s = start_up.reached_s
         job = drafting_of(run.job_to_load(), survey)

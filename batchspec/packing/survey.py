@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,10 +44,13 @@ class Survey:
     """Adapter and first PREFIX_TOKENS tokens of some requests."""
     common: Ids | None = None
     """int32: longest common prefix of the first PREFIX_ROWS prompts; None before the first."""
+    finished: Collection[int] = ()
+    """Shards that need no work, whose requests are not in `first_with_images`."""
     first_with_images: list[Request] = field(default_factory=list)
     """The first requests with images, as many as `PreparedImages` keeps the pixels of before their run begins."""
+    first_images: int = 0
     first_bytes: int = 0
-    """Of their images: of the pixels, or of an encoded image that is larger."""
+    """Number of their images, and bytes: of the pixels, or of an encoded image that is larger."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
     num_errors: int = 0
@@ -66,7 +69,8 @@ class Survey:
                 self.num_images += len(item.images)
                 self.image_tokens += sum(piece.length for piece in item.images)
                 if item.images and not item.sample_index:
-                    self._keep_first(item)
+                    if item.shard not in self.finished:
+                        self._keep_first(item)
                     self.image_pixels.extend(piece.height * piece.width for piece in item.images)
                     self.encoded_pixels += sum(piece.encoded_pixels for piece in item.images)
                 self.num_opened += item.thinking is not None and item.thinking.opened is True
@@ -77,8 +81,9 @@ class Survey:
                 self.num_errors += item.status == "error"
 
     def _keep_first(self, request: Request) -> None:
+        self.first_images += len(request.images)
         self.first_bytes += sum(max(piece.num_bytes, piece.encoded_bytes) for piece in request.images)
-        if self.first_bytes <= MOST_KEPT and self.num_images <= MOST_IMAGES_KEPT:
+        if self.first_bytes <= MOST_KEPT and self.first_images <= MOST_IMAGES_KEPT:
             self.first_with_images.append(request)
 
     def take_first(self) -> list[Request]:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -100,6 +100,21 @@ def test_they_are_begun_before_the_engine_is_loaded_and_made_once(
 
 
 @pytest.mark.second
+def test_those_of_finished_shards_are_not_begun_again(vl: Path, tmp_path: Path, events: list[str]) -> None:
+    keys = job(vl, tmp_path, "output.shard_rows=3")
+    keys.remove("output.overwrite=true")
+    assert run.main(keys) == 0
+    found = written(tmp_path)
+    asked = [one for one in events[: events.index("engine")] if one.startswith("ask")]
+    assert len(asked) == len(PICTURES)
+    (tmp_path / "out/data/part-00001.parquet").unlink()
+    events.clear()
+    assert run.main(keys) == 0
+    assert [one for one in events[: events.index("engine")] if one.startswith("ask")] == asked[3:]
+    assert [{**row, "perf": None} for row in written(tmp_path)] == [{**row, "perf": None} for row in found]
+
+
+@pytest.mark.second
 def test_a_damaged_one_fails_its_row_and_no_other(vl: Path, tmp_path: Path) -> None:
     cut = [PICTURES[0], PICTURES[1][: len(PICTURES[1]) // 2], PICTURES[2]]
     assert run.main(job(vl, tmp_path, pictures=cut)) == 0
@@ -171,13 +186,14 @@ def lives(pid: int) -> bool:
 
 
 def test_a_survey_holds_as_many_as_stay_and_gives_them_once(vl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two samples of a row the first alone; not a row whose encoded image is large, nor any after it."""
+    """Of two samples of a row the first alone; not a row whose encoded image is large, nor any after it; none of a finished
+    shard."""
     spec = image_target(vl).spec
     rows = [image_request(i, spec, (3, one), cap=3) for i, one in enumerate(PICTURES)]
     size = rows[0].images[0].num_bytes
 
-    def held(requests: list[Request]) -> list[int]:
-        survey = Survey()
+    def held(requests: list[Request], finished: Collection[int] = ()) -> list[int]:
+        survey = Survey(finished=finished)
         survey.add(len(requests), requests)
         found = [one.row_index for one in survey.take_first()]
         assert survey.take_first() == []
@@ -191,4 +207,6 @@ def test_a_survey_holds_as_many_as_stay_and_gives_them_once(vl: Path, monkeypatc
     assert held([rows[0], replace(rows[1], images=(large,)), rows[2]]) == [0]
     monkeypatch.setattr(survey_module, "MOST_IMAGES_KEPT", 2)
     assert held(rows) == [0, 1]
+    assert held([replace(one, sample_index=i) for one in rows for i in range(3)]) == [0, 1]
+    assert held([replace(one, shard=i // 2) for i, one in enumerate(rows)], {0}) == [2, 3]
     assert build.prepared_images(spec, 64) is not None

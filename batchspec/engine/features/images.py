@@ -66,7 +66,7 @@ class WithImages(Features):
 
 
 def expect(prepared: PreparedImages, requests: Iterable[Request]) -> None:
-    """As `Features.expect`: their pixels are begun. The run drops these asks, and finds what was made by its digest."""
+    """As `Features.expect`: the first pixels are begun. The run drops these asks, and finds what was made by its digest."""
     for request in requests:
         prepared.ask(request, request.images)
 
