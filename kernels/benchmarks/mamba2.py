@@ -65,12 +65,13 @@ def conv_case(rows: int, per_row: int, channels: int) -> Case:
     tokens, taps, drafted = rows * per_row, 4, min(per_row, 8)
     x = noise(tokens, 2 * channels)[:, channels:]
     weight, bias, own = noise(taps, channels), noise(channels), rows_of(rows, per_row, first=16)
-    rings = copies(lambda: noise(rows, max(2 * drafted, drafted + taps - 1), channels))
+    places = max(2 * drafted, drafted + taps - 1)
+    rings = copies(lambda: noise(rows, places, channels))
     before = rings[0].clone()
     return Case(
         calls=[lambda ring=ring: short_conv(x, weight, bias, ring, own, gated=False) for ring in rings],  # type: ignore[misc]
         reference=lambda: short_conv_reference(x, weight, bias, before, own, gated=False),
-        num_bytes=(3 * tokens + (taps - 1) * rows) * channels * x.element_size(),
+        num_bytes=(2 * tokens + (taps - 1 + min(per_row, places)) * rows) * channels * x.element_size(),
     )
 
 

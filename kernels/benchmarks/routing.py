@@ -1,6 +1,7 @@
 """Routing of tokens to experts: the whole, or one of its two parts. Random logits, so that experts have about equally many pairs.
 
-Bytes are those of the logits and of what is written; all these kernels are bound by latency or instructions.
+Bytes are those of the logits, for lists alone of the chosen ids, and of what is written; these kernels are bound by latency or
+instructions.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ def route_case(tokens: int, top_k: int, experts: int, scores: str, part: str) ->
     options["scoring"] = "softmax" if bias is None else "sigmoid"
     inputs = copies(lambda: noise(tokens, experts, dtype=torch.float32))
     wanted = route_reference(inputs[0], top_k, **options)
+    chosen, listed = (sum(own.nbytes for own in tensors) for tensors in (wanted[:2], wanted[2:6]))
     if part == "both":
         return Case(
             calls=[lambda x=x: route(x, top_k, **options).weights for x in inputs],  # type: ignore[misc]
-            reference=lambda: wanted.weights, num_bytes=inputs[0].nbytes + 28 * tokens * top_k,
+            reference=lambda: wanted.weights, num_bytes=inputs[0].nbytes + chosen + listed,
         )
     routings = [route(x, top_k, **options) for x in inputs]
     if part == "experts":
         return Case(
             calls=[partial(choose, x, bias, routing) for x, routing in zip(inputs, routings, strict=True)],
-            reference=lambda: wanted.weights, num_bytes=inputs[0].nbytes + 8 * tokens * top_k,
+            reference=lambda: wanted.weights, num_bytes=inputs[0].nbytes + chosen,
         )
     return Case(
         calls=[partial(make_lists, routing, experts, unit_pairs > 16, wanted) for routing in routings],
-        reference=lambda: torch.ones(1), num_bytes=20 * tokens * top_k,
+        reference=lambda: torch.ones(1), num_bytes=wanted.expert_ids.nbytes + listed,
     )
 
 

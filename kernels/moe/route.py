@@ -15,7 +15,7 @@ weights by id, lowest first. NaN counts as -inf, so every token gets k different
 chooses.
 
 For few tokens one launch does everything (`route_few.py`). For more, a launch has a program of one warp per token, and
-`list_pairs.py` makes the lists. Bound by launch latency.
+`list_pairs.py` makes the lists. Bound by launch latency; at prefill sizes by instructions.
 """
 
 from __future__ import annotations

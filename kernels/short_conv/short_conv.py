@@ -18,7 +18,7 @@ afterwards, so one launch serves rows of any length.
 
 No bit depends on where passes and rounds end: u is rounded to the model's dtype, in which the ring keeps it, and each token takes
 the same instructions, a chain of fused multiply-adds from the oldest tap on, in fp32 (fp64 for fp64). It is rounded once.
-Bound by memory. Bytes: 4 * T * C * itemsize, without gates 2; in a round W - 1 more reads of the ring and a write for each row.
+Bound by memory. Bytes: 4 * T * C * itemsize, without gates 2; in a round also W - 1 reads a row and a write a token.
 Source: models/lfm2 and models/nemotron_h of transformers 5.
 """
 

@@ -13,6 +13,8 @@ from batchspec.kernels.benchmarks import runner as runner_module
 from batchspec.kernels.benchmarks.__main__ import main
 from batchspec.kernels.benchmarks.case import Benchmark, Case, relative_error
 from batchspec.kernels.benchmarks.exchange import NAMES, exchanges
+from batchspec.kernels.benchmarks.mamba2 import conv_case
+from batchspec.kernels.benchmarks.routing import route_case
 from batchspec.kernels.benchmarks.runner import WIDTH, Runner
 from batchspec.kernels.benchmarks.table import TABLE
 from tests.helpers.scaled_mm import library_on_cpu
@@ -53,6 +55,15 @@ def test_a_kernel_agrees_with_its_reference_and_is_timed(name: str, gpu: None) -
     lines = run(replace(TABLE[name], make=lambda *_: case))
     assert are_timed(lines), lines
     assert lines[0].startswith(f"{name} ")
+
+
+def test_bytes_are_those_that_one_call_reads_and_writes() -> None:
+    """A pass writes the newest positions of a row into its ring, a round all its tokens; lists are made from ids."""
+    for per_row, kept in ((1, 1), (4, 4), (40, 16)):
+        assert conv_case(2, per_row, 70).num_bytes == 2 * (2 * per_row + 3 + kept) * 70 * 2
+    logits, chosen, listed = 20 * 10 * 4, 60 * 8, 60 * 8 + 11 * 4 + (10 + 60 // 16) * 16
+    wanted = {"both": logits + chosen + listed, "experts": logits + chosen, "lists": 60 * 4 + listed}
+    assert {part: route_case(20, 3, 10, "biased", part).num_bytes for part in wanted} == wanted
 
 
 @interpreted
