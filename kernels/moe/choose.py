@@ -93,7 +93,7 @@ def choose(
     if GROUPS > 1:
         key = in_best_groups(key, lane, LEAST, NUM_EXPERTS, GROUPS, TOP_GROUPS, LANES)
     ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
-    for s in range(TOP_K):  # not unrolled: a loop of two reductions stays in the cache of instructions
+    for s in range(TOP_K):  # many turns stay a loop, whose two reductions fit the cache of instructions
         best = tl.max(key, 1)
         first = tl.min(tl.where(key == best[:, None], lane[None, :], LANES), 1)
         ids = tl.where((slot == s)[None, :], first[:, None], ids)
