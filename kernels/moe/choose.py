@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LEAST = tl.constexpr(-0x7FFFFFFF - 1)
+"""Less than the `ordered` integer of -inf; scores are never NaN with the sign bit."""
 UNIT = tl.constexpr(2.0**40)  # what 1 is when exponentials are summed as int64: exact in any order, to 2^-40 each
 
 
@@ -23,7 +25,7 @@ def number_of(key):
 
 @triton.jit
 def in_best_groups(
-    key, lane, LEAST: tl.constexpr, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LANES: tl.constexpr
+    key, lane, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LANES: tl.constexpr
 ):
     """key [tokens, LANES] of `ordered` scores, with LEAST for experts outside the best groups; see `route.py`."""
     group = (lane // (NUM_EXPERTS // GROUPS))[None, :]
@@ -58,7 +60,6 @@ def scores_of(logits, tokens, experts, exist, stride, SIGMOID: tl.constexpr):
 @triton.jit
 def of_slot(values, slot, s: tl.constexpr):
     """Column s of values [tokens, SLOTS], to the bit, also of a NaN: a maximum of one integer."""
-    LEAST: tl.constexpr = -0x7FFFFFFF - 1
     bits = tl.where((slot == s)[None, :], values.to(tl.int32, bitcast=True), LEAST)
     return tl.max(bits, 1).to(tl.float32, bitcast=True)
 
@@ -81,7 +82,6 @@ def choose(
     A token's weights have the same bits in every launch: no sum depends on how a launch divides a block among its threads. The
     chosen weights are added one by one, in the order of the choice; the sum of all experts is one of whole numbers.
     """
-    LEAST: tl.constexpr = -0x7FFFFFFF - 1  # less than the integer of -inf; scores are never NaN with the sign bit
     lane = tl.arange(0, LANES)
     slot = tl.arange(0, SLOTS)
     inside = (tokens < num_tokens)[:, None] & (lane < NUM_EXPERTS)[None, :]
@@ -91,7 +91,7 @@ def choose(
         choice += tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
     key = tl.where((lane < NUM_EXPERTS)[None, :], ordered(choice), LEAST)
     if GROUPS > 1:
-        key = in_best_groups(key, lane, LEAST, NUM_EXPERTS, GROUPS, TOP_GROUPS, LANES)
+        key = in_best_groups(key, lane, NUM_EXPERTS, GROUPS, TOP_GROUPS, LANES)
     ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
     for s in range(TOP_K):  # many turns stay a loop, whose two reductions fit the cache of instructions
         best = tl.max(key, 1)

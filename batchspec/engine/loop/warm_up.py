@@ -61,8 +61,9 @@ def examples_of(executor: Executor, mode: SamplingMode) -> list[Callable[[], obj
 def rehearse(executor: Executor, mode: SamplingMode, *, found: bool = False) -> PrefillCost | None:
     """Compile prefill and time it. Returns None, and times nothing, if rounds are not CUDA graphs.
 
-    found  its kernels are on disk: each is loaded at its first launch, which is soon done, so only passes that are timed are
-           launched here. Ranks launch all, because disks may differ
+    found  `compile_kernels` had to compile none. Kernels on disk are loaded at their first launch, which is soon done, so only
+           passes that are timed are launched here; one that no probe needed may still be compiled in the run. Ranks launch all
+           passes, because disks may differ
     """
     executor.rows.live.zero_()
     if not executor.graphs.captures:
@@ -71,8 +72,8 @@ def rehearse(executor: Executor, mode: SamplingMode, *, found: bool = False) -> 
     if executor.batch.num_slots > 1:
         move_row(executor)
     passes = _passes_of(executor)
-    timed = passes[-2:] if found and executor.target.ranks is None else passes
-    cost = time_passes(executor.prefill_pass, executor.rows, timed, mode)
+    launched = passes[-2:] if found and executor.target.ranks is None else passes
+    cost = time_passes(executor.prefill_pass, executor.rows, launched, mode)
     for launch in examples_of(executor, mode):  # after the timed passes, which have set all pages to one that no row reads
         launch()
     cost, graphs = replace(cost, adds_launches=not executor.batch.decodes), executor.prefill_graphs
