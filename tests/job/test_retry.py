@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -524,11 +524,11 @@ def test_a_run_in_whose_start_up_the_job_ended_and_was_retried_computes_nothing(
         assert run.main(arguments(folder, out, CAPS[0])) == 0
     (out / "data/part-00005.parquet").unlink()
 
-    def survey_late(job: Job) -> Survey:
+    def survey_late(job: Job, finished: Collection[int]) -> Survey:
         monkeypatch.undo()
         run_job(compose(arguments(folder, out, CAPS[0])))
         run_job(compose(arguments(folder, out, CAPS[0], "resume=error")))
-        return survey_first(job)
+        return survey_first(job, finished)
 
     monkeypatch.setattr("batchspec.job.run_job.survey_first", survey_late)
     assert run.main(arguments(folder, out, CAPS[0])) == 2
