@@ -235,7 +235,7 @@ class OwnHead(Interlude):
         except StorageError as error:
             self._give_up(f"its store cannot be used: {error}")
         engines.change(self.as_now)
-        self._part.idle_s += round(time.monotonic() - began, 1)
+        self._part.idle_s += time.monotonic() - began
         self._set_phase()
 
     def as_now(self, job: Job) -> Job:
