@@ -103,6 +103,19 @@ def quick_here() -> None:
     put(process, "train", train_here)
 
 
+def quick_here_and_slow_beside_a_training() -> None:
+    """As `quick_here`. A run decodes slowly while another one trains, so that rows are left for the head."""
+    quick_here()
+    look = OwnHead._looks
+
+    def looked(self: OwnHead, *asked: Any) -> bool:
+        if (self._stored.path / store.LOG).exists() and self._stored.record() is None:
+            time.sleep(0.1)
+        return look(self, *asked)
+
+    put(OwnHead, "_looks", looked)
+
+
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As `quick_here`, in this process."""
@@ -437,7 +450,7 @@ def test_the_acceptance_of_a_head_does_not_depend_on_the_drafts_that_rounds_chos
 def test_two_runs_share_one_training(lab: Path, tmp_path: Path) -> None:
     out, heads = tmp_path / "out", tmp_path / "heads"
     command = trained(lab, out, heads, "output.shard_rows=2", "packing.max_num_seqs=2")
-    runs = [start_apart(command, tmp_path / f"{name}.log", quick_here) for name in ("a", "b")]
+    runs = [start_apart(command, tmp_path / f"{name}.log", quick_here_and_slow_beside_a_training) for name in ("a", "b")]
     for each in runs:
         each.join(240)
     assert [each.exitcode for each in runs] == [0, 0], [(tmp_path / f"{name}.log").read_text() for name in ("a", "b")]
@@ -503,7 +516,7 @@ def test_a_run_that_lost_its_claim_leaves_the_training_to_the_other(
 def test_workers_of_one_run_share_a_head_too(lab: Path, tmp_path: Path) -> None:
     out, heads = tmp_path / "out", tmp_path / "heads"
     command = trained(lab, out, heads, "output.shard_rows=4", "packing.max_num_seqs=2", "cluster.workers=2")
-    process = start_apart(command, tmp_path / "log", quick_here)
+    process = start_apart(command, tmp_path / "log", quick_here_and_slow_beside_a_training)
     process.join(240)
     assert process.exitcode == 0, (tmp_path / "log").read_text()
     check_same(lab, out)
