@@ -83,8 +83,9 @@ def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_resta
     lab: Lab, model: Path, tmp_path: Path
 ) -> None:
     """Three tasks. The last one, whose SLURM_JOB_ID is the array's, gets the signal twice and may requeue itself once; another
-    is cancelled for good; the third is left alone and must not notice."""
-    overrides = job_of(model, tmp_path, 160)
+    is cancelled for good; the third is left alone and must not notice. The requeue and the second start take 5 s, in which the
+    third decodes 100 rows."""
+    overrides = job_of(model, tmp_path, 480)
     out, slow = tmp_path / "out", "packing.max_num_seqs=2"
     cluster = ["cluster.tasks=3", "cluster.max_restarts=1", "cluster.time_h=0.2"]
     job = submit(lab, tmp_path, *overrides, slow, f"output.dir={out}", *cluster)
