@@ -175,7 +175,8 @@ def test_four_nodes_lose_no_row_to_preemption_time_limit_dead_nodes_and_another_
         wait_for(lambda: all(lab.restarts(task) >= 1 for task in tasks), 180, "a restart of every task")
         lab.start_node(node[tasks[1]])
         log = tmp_path / "task-2.log"
-        wait_for(lambda: log.read_text().count(" rows at a time, up to ") >= 2, 180, "the second life of the task that still has its first")
+        starts = " rows at a time, up to "
+        wait_for(lambda: log.read_text().count(starts) >= 2, 180, "the second life of the task that still has its first")
         restarts = {task: lab.restarts(task) for task in tasks}
         assert lab.state(urgent) == "COMPLETED"
 
