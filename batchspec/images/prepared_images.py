@@ -69,10 +69,6 @@ class _Image:
     """None: it is not begun, and has no blocks."""
 
     @property
-    def num_bytes(self) -> int:
-        return self.piece.num_bytes
-
-    @property
     def is_done(self) -> bool:
         return self.made is not None and self.made.done()
 
@@ -148,7 +144,8 @@ class PreparedImages:
         if not all(image.is_done for image in images):
             return None
         found = tuple(
-            self._memory.read(image.blocks, image.num_bytes).reshape(image.piece.height, image.piece.width, 3) for image in images
+            self._memory.read(image.blocks, piece.num_bytes).reshape(piece.height, piece.width, 3)
+            for image, piece in zip(images, pieces, strict=True)
         )
         self.drop(row)
         return found
@@ -200,12 +197,12 @@ class PreparedImages:
                     return
                 image = self._images[piece.digest]
                 if image.made is None:
-                    if not self._has_room(blocks_of(image.num_bytes), row):
+                    if not self._has_room(blocks_of(image.piece.num_bytes), row):
                         return
                     self._make(image)
 
     def _make(self, image: _Image) -> None:
-        image.blocks = [self._free.pop() for _ in range(blocks_of(image.num_bytes))]
+        image.blocks = [self._free.pop() for _ in range(blocks_of(image.piece.num_bytes))]
         image.made = Future()
         self._num_missing -= 1
         self._running.append(image.made)
