@@ -26,6 +26,8 @@ from tests.helpers.models import make_checkpoint, make_tokenizer
 ROOT = Path(__file__).parents[2]
 PATIENT_S = 300
 """Until a test gives up what should happen, on a busy machine too."""
+STARTED = " rows at a time, up to "
+"""What a run says when its engine is made."""
 on_slurm = pytest.mark.skipif(bool(lacking()), reason=f"no Slurm for tests: {lacking()}")
 
 
@@ -105,7 +107,7 @@ def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_resta
 
     lab.release(f"{job}_2", node)
     said = len(log.read_text())
-    wait_for(lambda: " at a time, up to " in log.read_text()[said:], PATIENT_S, "the second start of task 2")
+    wait_for(lambda: STARTED in log.read_text()[said:], PATIENT_S, "the second start of task 2")
     lab.run("scancel", "-b", "-s", "USR1", f"{job}_2")
     wait_for(lambda: lab.state(f"{job}_2") not in ("RUNNING", "COMPLETING"), PATIENT_S, "the end of task 2")
     facts = lab.job(f"{job}_2")
@@ -175,8 +177,7 @@ def test_four_nodes_lose_no_row_to_preemption_time_limit_dead_nodes_and_another_
         wait_for(lambda: all(lab.restarts(task) >= 1 for task in tasks), 180, "a restart of every task")
         lab.start_node(node[tasks[1]])
         log = tmp_path / "task-2.log"
-        starts = " rows at a time, up to "
-        wait_for(lambda: log.read_text().count(starts) >= 2, 180, "the second life of the task that still has its first")
+        wait_for(lambda: log.read_text().count(STARTED) >= 2, 180, "the second life of the task that still has its first")
         restarts = {task: lab.restarts(task) for task in tasks}
         assert lab.state(urgent) == "COMPLETED"
 
