@@ -25,8 +25,9 @@ from batchspec.model.spec import load_spec
 from batchspec.process import load_progress
 from tests.helpers.forked import run_python
 from tests.helpers.heads import random_tensors, tiny_design, write_head
+from tests.helpers.processes import ended, wait_for_end
 from tests.helpers.runs import new_interpreters, put, run_apart, start_apart
-from tests.job.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
+from tests.job.crews import commits_wait_for, journals, make_job, owners, tokens, wait_until, workers_of
 from tests.model.test_lora import make_adapter
 
 pytestmark = pytest.mark.second

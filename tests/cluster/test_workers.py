@@ -23,8 +23,9 @@ from batchspec.distributed import rank_ends, rank_processes, silent_ranks
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
 from batchspec.process import load_progress
+from tests.helpers.processes import ended, wait_for_end
 from tests.helpers.runs import put, run_apart, start_apart
-from tests.job.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
+from tests.job.crews import commits_wait_for, journals, make_job, owners, tokens, wait_until, workers_of
 
 pytestmark = pytest.mark.second
 

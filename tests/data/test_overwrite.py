@@ -26,6 +26,7 @@ from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import OutputError, StorageError
 from tests.data.s3_lab import BUCKET, Lab, running_lab
 from tests.helpers.io_samples import completion, new_folder, tables
+from tests.helpers.processes import until_stopped
 from tests.helpers.runs import make_model, make_prompts, start_apart
 
 Make = Callable[..., OutputFolder]
@@ -372,9 +373,7 @@ def stopped(command: list[str], tmp_path: Path) -> Iterator[ForkServerProcess]:
     """A run that has stopped itself at its second commit."""
     process = start_apart([*command, "decode.max_new_tokens=9"], tmp_path / "log", stop_at_second_commit)
     try:
-        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert process.exitcode is None
-            time.sleep(0.01)
+        until_stopped(process)
         yield process
     finally:
         process.kill()

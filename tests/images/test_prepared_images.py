@@ -27,6 +27,7 @@ from batchspec.images.shared_blocks import BLOCK, SharedBlocks, blocks_of
 from batchspec.process.limited_process import CannotStart
 from batchspec.records import ImagePiece
 from tests.helpers.image_models import encoded, picture
+from tests.helpers.processes import wait_for_end
 
 PATIENCE_S = 60.0
 
@@ -390,18 +391,7 @@ def test_processes_end_with_what_has_started_them() -> None:
     assert running
     del prepared
     gc.collect()
-    end = time.monotonic() + PATIENCE_S
-    while any(os.path.exists(f"/proc/{pid}") and "Z" not in state_of(pid) for pid in running):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def state_of(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return "Z"
+    wait_for_end(running, PATIENCE_S)
 
 
 def test_a_process_imports_no_torch_and_little_else() -> None:

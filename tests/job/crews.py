@@ -64,21 +64,6 @@ def wait_until(done: Callable[[], bool], parent: ForkServerProcess) -> None:
         time.sleep(0.02)
 
 
-def ended(parent: ForkServerProcess) -> int:
-    """Exit code of a run."""
-    parent.join(120)
-    assert parent.exitcode is not None, "it hangs"
-    return parent.exitcode
-
-
-def wait_for_end(pids: list[int]) -> None:
-    """Until none of these processes is left, or after a minute AssertionError."""
-    ends = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text() for pid in pids):
-        assert time.monotonic() < ends, "workers that outlive their parent"
-        time.sleep(0.05)
-
-
 def owners(out: Path) -> set[str]:
     """Runs that hold claims."""
     found = set()

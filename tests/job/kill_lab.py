@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from batchspec.job.load import build
 from batchspec.job.runner import conclude, decode_shards, run_shards
 from batchspec.job.supervise import poison_rows
 from tests.helpers.models import make_checkpoint, make_tokenizer
+from tests.helpers.processes import ended
 from tests.helpers.runs import put
 from tests.helpers.stand_ins import H200
 
@@ -286,25 +286,6 @@ class Killer:
             self._run_s *= 1.05 if killed else 0.8
             self.died, self.left = self.died + killed, self.left - killed
         return codes
-
-
-def until_stopped(process: ForkServerProcess) -> int:
-    """Its number, once it has stopped itself."""
-    assert process.pid is not None
-    while process.exitcode is None and state_of(process.pid) != "T":
-        time.sleep(0.005)
-    assert process.exitcode is None, process.exitcode
-    return process.pid
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def ended(process: ForkServerProcess, within_s: float = 120.0) -> int:
-    process.join(within_s)
-    assert process.exitcode is not None, "it hangs"
-    return process.exitcode
 
 
 def prompts() -> pl.DataFrame:

@@ -16,7 +16,8 @@ import polars as pl
 import pytest
 
 from batchspec.data.runstate.output_folder import OutputFolder
-from tests.job.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
+from tests.helpers.processes import ended, until_stopped
+from tests.job.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, polled, written
 
 pytestmark = pytest.mark.second
 

@@ -16,6 +16,7 @@ import pytest
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.job.report.status import StatusReader
 from tests.data.s3_lab import BUCKET, running_lab
+from tests.helpers.processes import ended, until_stopped
 from tests.job.kill_lab import (
     CALLS,
     Conduct,
@@ -23,10 +24,8 @@ from tests.job.kill_lab import (
     Row,
     Step,
     death_in,
-    ended,
     killed_at_every_step,
     rows_of,
-    until_stopped,
     written,
 )
 from tests.job.test_s3_kills import killer

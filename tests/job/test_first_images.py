@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -28,12 +28,14 @@ from batchspec.packing import survey as survey_module
 from batchspec.packing.survey import Survey
 from batchspec.records import Request
 from tests.helpers.image_models import image_request, image_target, make_image_model, picture
+from tests.helpers.processes import wait_for_end
 from tests.helpers.runs import put, run_apart
 from tests.images.test_prepared_images import pids
 from tests.job.test_image_jobs import code_of, user, words, written
 
 PICTURES = [picture(30, 50, seed) for seed in range(6)]
 PREPARED_S, ENDS_S = 60.0, 20.0
+"""Limits: until pixels are made, and until their processes end, which are killed or whose input has ended."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_an_engine_that_does_not_fit_leaves_no_process_to_the_next_one(
 
     def full_at_first(*args: Any, **more: Any) -> Engine:
         if left:
-            assert all_end(left[0])
+            wait_for_end(left[0], ENDS_S)
             return load(*args, **more)
         prepared = prepared_of(load(*args, **more))
         wait(prepared.pending(), PREPARED_S)
@@ -164,25 +166,9 @@ def test_a_run_that_ends_while_it_loads_leaves_no_process(number: signal.Signals
     assert code != 0
     found = [int(pid) for line in said.splitlines() if line.startswith("processes ") for pid in line.split()[1:]]
     assert found
-    assert all_end(found)
+    wait_for_end(found, ENDS_S)
     assert run.main(job(vl, tmp_path)) == 0
     assert [code_of(row)[0] for row in written(tmp_path)] == [""] * len(PICTURES)
-
-
-def all_end(found: Sequence[int]) -> bool:
-    """Whether these processes end now: they are killed, or their input has ended."""
-    end = time.monotonic() + ENDS_S
-    while any(map(lives, found)) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not any(map(lives, found))
-
-
-def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"  # it has ended, and its parent has not asked how
 
 
 def test_a_survey_holds_as_many_as_stay_and_gives_them_once(vl: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from tests.cluster.test_group_jobs import impatient_in_the_middle, ranks_of
 from tests.helpers.forked import ServedPopen
 from tests.helpers.image_models import make_image_model
 from tests.helpers.pdfs import Page, make_pdf
+from tests.helpers.processes import ended, wait_for_end
 from tests.helpers.runs import run_apart, start_apart
-from tests.job.crews import ended, wait_for_end, wait_until, workers_of
+from tests.job.crews import wait_until, workers_of
 from tests.job.test_image_jobs import A, B, C, user
 
 pytestmark = pytest.mark.second

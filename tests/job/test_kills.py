@@ -18,6 +18,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from tests.helpers.processes import ended, until_stopped
 from tests.job.kill_lab import (
     CALLS,
     SHARDS,
@@ -29,11 +30,9 @@ from tests.job.kill_lab import (
     check_rows,
     check_visible,
     death_in,
-    ended,
     killed_at_every_step,
     kind_at,
     polled,
-    until_stopped,
     written,
 )
 

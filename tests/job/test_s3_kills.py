@@ -20,6 +20,7 @@ import pytest
 
 from batchspec.data.runstate.output_folder import OutputFolder
 from tests.data.s3_lab import BUCKET, Answer, Faults, Lab, running_lab
+from tests.helpers.processes import ended, until_stopped
 from tests.job.kill_lab import (
     SHARDS,
     Conduct,
@@ -29,11 +30,9 @@ from tests.job.kill_lab import (
     Step,
     check_part,
     check_rows,
-    ended,
     killed_at_every_step,
     polled,
     rows_of,
-    until_stopped,
 )
 
 pytestmark = pytest.mark.second

@@ -19,8 +19,9 @@ from batchspec.engine.features.states import StateValues
 from tests.data.s3_lab import running_lab
 from tests.helpers.lost_runs import lost, run_and_lose
 from tests.helpers.models import make_checkpoint, make_classifier, make_thinking_tokenizer
+from tests.helpers.processes import ended
 from tests.helpers.runs import start_apart
-from tests.job.crews import ended, owners, wait_until
+from tests.job.crews import owners, wait_until
 
 pytestmark = pytest.mark.second
 ROWS = 40

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +39,7 @@ from batchspec.warm.ranks import EngineOfRanks
 from tests.helpers.engines import request
 from tests.helpers.forked import ServedPopen, run_python
 from tests.helpers.models import make_checkpoint
+from tests.helpers.processes import lives, wait_for_end
 from tests.helpers.streams import answers_of
 from tests.warm.test_warm import model, other, rows, same, words
 
@@ -84,20 +84,6 @@ def ranks_of(engine: batchspec.Engine) -> RankProcesses:
 
 def pids(engine: batchspec.Engine) -> list[int]:
     return [member.process.pid for member in ranks_of(engine).members]
-
-
-def lives(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def wait_for_end(found: list[int], limit_s: float = 60) -> None:
-    ends = time.monotonic() + limit_s
-    while any(map(lives, found)):
-        assert time.monotonic() < ends, "a rank outlives its engine"
-        time.sleep(0.05)
 
 
 def test_rows_are_those_of_one_process_call_after_call(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
