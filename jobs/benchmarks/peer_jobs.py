@@ -63,7 +63,7 @@ def chat(given: argparse.Namespace) -> Job:
         model=str(given.folder / given.model), load_format="dummy", dtype="bfloat16", max_model_len=given.max_len,
         max_num_seqs=given.slots, max_num_batched_tokens=given.tokens, enable_prefix_caching=False, mm_processor_cache_gb=0,
         limit_mm_per_prompt={"image": 1, "video": 0}, seed=0,
-        additional_config={"gdn_prefill_backend": "triton"},  # FlashInfer's is not in every environment
+        additional_config={"gdn_prefill_backend": "triton"},  # for Qwen3.5; FlashInfer's is not everywhere
     )
 
     def message(prompt: str, image: bytes) -> list[dict[str, Any]]:
