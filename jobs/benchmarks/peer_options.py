@@ -12,6 +12,10 @@ RATES = (0.6, 0.28, 0.12)
 CHUNK = 16384  # tokens of a prefill step in vLLM and SGLang
 SPREAD = "PEERS_SPREAD"  # tells the processes that an engine starts whose dummy weights to change
 GRAPH_STEP = 8  # rows
+BLOCK = {"method": "dspark", "dspark_draft_topk": 16, "enable_adaptive_verification": True}
+METHODS: dict[str, dict[str, Any]] = {"eagle3": {"method": "eagle3"}, "block": BLOCK}
+"""How vLLM is told of a drafter that is not `mtp`. A block: 16 candidates a draft, as many as batchspec's heads have; and vLLM
+chooses by the head's confidence how many drafts of a row it verifies."""
 
 
 def spread_routing(engine: str) -> None:
@@ -57,10 +61,12 @@ def graph_sizes(batch: int, k: int) -> list[int]:
 
 
 def vllm_options(
-    rows: Sequence[Row], rates: Sequence[float], target: str, drafter: str | None = None, kv_gib: float | None = None
+    rows: Sequence[Row], rates: Sequence[float], target: str, drafter: str | None = None, kv_gib: float | None = None, *,
+    kind: str = "",
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM, which drafts as many tokens as there are rates.
 
+    kind: what drafts, if not that of `drafter_of`.
     kv_gib: memory for K/V and states. vLLM then neither asks how much memory is free nor measures how much it uses: both would
     go wrong while others start on the card.
     """
@@ -75,10 +81,16 @@ def vllm_options(
     if kv_gib is not None:
         found |= {"kv_cache_memory_bytes": int(kv_gib * 2**30), "gpu_memory_utilization": 0.01}
     if k:
-        method = {"method": "eagle3" if drafter_of(shape) == "eagle3" else "mtp", "num_speculative_tokens": k}
+        method = METHODS.get(kind or drafter_of(shape), {"method": "mtp"}) | {"num_speculative_tokens": k}
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)} if dummy else {}
         found["speculative_config"] = method | synthetic | ({"model": drafter} if drafter else {})
     return found
+
+
+def with_options(found: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with those of --options, which replace them; of a dictionary only the keys that are given."""
+    inner = [key for key in given if isinstance(given[key], dict) and isinstance(found.get(key), dict)]
+    return found | given | {key: found[key] | given[key] for key in inner}
 
 
 def sglang_options(rows: Sequence[Row], k: int, target: str, head: str | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     gen: int = 512
 
 
-SHORT, LONG = (256, 1024), (64, 8192)
+SHORT, MIDDLE, LONG = (256, 1024), (64, 4096), (64, 8192)
 ROWS = {
     f"{short}-{batch}x{prompt}": Row(shape, batch, prompt)
     for short, shape, sizes in (
@@ -30,19 +30,24 @@ ROWS = {
         ("20b", "gpt-oss-20b", [SHORT, LONG, (128, 4096)]), ("120b", "gpt-oss-120b", [SHORT, LONG]),
         ("30b", "qwen3-30b-a3b-fp8", [SHORT, LONG, (32, 16384)]), ("30b-bf16", "qwen3-30b-a3b", [SHORT, LONG]),
         ("30b-int4", "qwen3-30b-a3b-int4", [SHORT, LONG]), ("30b-nvfp4", "qwen3-30b-a3b-nvfp4", [SHORT, LONG]),
-        ("qwen3.5-35b", "qwen3.5-35b-a3b", [SHORT, LONG]), ("qwen3.5-27b", "qwen3.5-27b", [(64, 4096)]),
+        ("qwen3.5-35b", "qwen3.5-35b-a3b", [SHORT, LONG]), ("qwen3.5-27b", "qwen3.5-27b", [MIDDLE]),
         ("gemma4-31b", "gemma4-31b", [(32, 8192), (64, 1024)]), ("gemma4-26b", "gemma4-26b-a4b", [(128, 1024)]),
-        ("glm-4.5-air", "glm-4.5-air-fp8", [(24, 4096)]),
+        ("glm-4.5-air", "glm-4.5-air-fp8", [(24, 4096)]), ("glm-4.7-flash", "glm-4.7-flash", [SHORT, LONG]),
+        ("nano", "nemotron3-nano-30b-a3b", [SHORT, LONG]), ("mistral-small-4", "mistral-small-4-nvfp4", [SHORT]),
+        ("70b", "llama70b", [SHORT, MIDDLE, LONG]), ("70b-fp8", "llama70b-fp8", [SHORT, MIDDLE, LONG]),
+        ("qwen3-8b", "qwen3-8b", [SHORT]),
     )
     for batch, prompt in sizes
 } | {"gsm8k": Row("", 256, 1024, 256)}
 
 
 def drafter_of(shape: str) -> str:
-    """What drafts: `mtp`, a layer of the model's own; `assistant`, the small model made for it; else `eagle3`, a head."""
+    """What drafts: `mtp`, a layer of the model's own; `assistant`, the small model made for it; `none`; else `eagle3`, a head."""
     if shape.startswith("gemma4"):
         return "assistant"
-    return "mtp" if shape.startswith(("qwen3.5", "glm-4.5")) else "eagle3"
+    if shape.startswith("mistral-small-4"):
+        return "none"
+    return "mtp" if shape.startswith(("qwen3.5", "glm-4", "nemotron3")) else "eagle3"
 
 
 def model_config(shape: str) -> dict[str, Any]:
@@ -50,7 +55,7 @@ def model_config(shape: str) -> dict[str, Any]:
     """
     config: dict[str, Any] = json.loads(config_json(shape))
     quantization, layers = config.get("quantization_config", {}), range(config["num_hidden_layers"])
-    routers = [f"model.layers.{i}.mlp.gate" for i in layers if "num_experts" in config]
+    routers = [f"model.layers.{i}.mlp.gate" for i in layers if {"num_experts", "n_routed_experts"} & config.keys()]
     if quantization.get("quant_method") == "fp8":
         quantization["modules_to_not_convert"] = ["lm_head", *routers]
     elif quantization.get("quant_method") == "gptq":
@@ -62,18 +67,46 @@ def model_config(shape: str) -> dict[str, Any]:
         config["layer_types"] = ["full_attention" if i % 2 else "sliding_attention" for i in layers]
     elif family.startswith("qwen3_5"):  # the states of recurrent layers are fp32 in published configs, as batchspec's
         config |= {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "output_router_logits": False}
+    elif family == "nemotron_h":
+        config["mamba_ssm_cache_dtype"] = "float32"
+    elif family == "mistral4":
+        config |= mistral_config(config["rope_parameters"])
     return config
 
 
-def drafter_config(shape: str) -> dict[str, Any]:
-    """config.json of an EAGLE-3 head as large as the one of `batchspec bench`, or of an assistant."""
-    model = model_config(shape)
-    if drafter_of(shape) == "assistant":
+def mistral_config(rope: dict[str, Any]) -> dict[str, Any]:
+    """What differs in Mistral Small 4: vLLM knows no `mistral4`, but reads Mistral's params.json of such a model as this."""
+    start, beta = rope["original_max_position_embeddings"], rope["llama_4_scaling_beta"]
+    beyond = ("llama_4_scaling_beta", "partial_rotary_factor")  # a share of qk_head_dim; vLLM would take it of the rotated part
+    return {
+        "model_type": "deepseek_v3", "architectures": ["MistralLarge3ForCausalLM"], "scoring_func": "softmax",
+        "topk_method": None, "moe_layer_freq": 1, "llama_4_scaling": {"original_max_position_embeddings": start, "beta": beta},
+        "rope_parameters": {key: value for key, value in rope.items() if key not in beyond},
+    }
+
+
+def drafter_config(shape: str, drafter: str = "") -> dict[str, Any]:
+    """config.json of a head as large as the one of `batchspec bench` (`eagle3`, `block`), or of an assistant."""
+    model, drafter = model_config(shape), drafter or drafter_of(shape)
+    if drafter == "assistant":
         return assistant_config(model)
     own = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rope_theta")
-    return COMMON | {key: model[key] for key in own} | {
+    head = COMMON | {key: model[key] for key in own} | {
         "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB.get(shape, 32000),
         "intermediate_size": shape_spec(shape).intermediate_size,
+    }
+    return head | block_config(model) if drafter == "block" else head
+
+
+def block_config(model: dict[str, Any]) -> dict[str, Any]:
+    """What a DSpark head has besides, in DeepSpec's layout: five layers, as many states of the target, Markov matrices."""
+    num, depth = 5, model["num_hidden_layers"]
+    return {
+        "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": num,
+        "target_layer_ids": [round(i * (depth - 1) / num) for i in range(num)], "num_target_layers": depth, "block_size": 8,
+        "mask_token_id": model["vocab_size"] - 1, "sample_from_anchor": True, "num_anchors": 512, "markov_rank": 256,
+        "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+        "rms_norm_eps": model["rms_norm_eps"], "attention_bias": False,
     }
 
 

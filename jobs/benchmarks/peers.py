@@ -3,6 +3,9 @@
     python jobs/benchmarks/peers.py out.jsonl 8b-64x8192 --k 0  # no drafts; --k 2: EAGLE-3 with two; batchspec: --k auto
     python jobs/benchmarks/peers.py out.jsonl 20b-256x1024 20b-64x8192 --k 2  # rows of one shape share an engine: one start
     python jobs/benchmarks/peers.py out.jsonl qwen3.5-27b-64x4096 --k 3 --accept .85,.7,.55  # the model's own MTP layer
+    python jobs/benchmarks/peers.py out.jsonl glm-4.7-flash-256x1024 --gen 256  # 256 new tokens a row in place of 512
+    python jobs/benchmarks/peers.py out.jsonl 70b-64x4096 --k 2 --tensor-parallel 2  # one engine on two cards
+    python jobs/benchmarks/peers.py out.jsonl qwen3-8b-256x1024 --k 3 --draft block  # a DSpark head; without --draft EAGLE-3
     python jobs/benchmarks/peers.py out.jsonl gsm8k --k 3 --model DIR --head DIR --input gsm8k_test.parquet  # real weights
 
 vLLM and SGLang get dummy weights and random prompts, greedy, without a prefix cache, with CUDA graphs for all rows. Drafts 1, 2
@@ -10,6 +13,10 @@ and 3 are accepted with the probabilities of --accept; SGLang gives all rows of 
 one token of each row (prefill_s), then whole requests (whole_s: first prompt to last token). Each turn is a JSON line, printed
 and appended to OUT; the last counts: kernels compile in the first. decode_tok_s = (tokens - rows) / (whole_s - prefill_s). With
 --warm N a pass over some rows (two full steps of prefill, N tokens each) compiles them before, so that --turns 1 is enough.
+
+--options: JSON over vLLM's or SGLang's arguments; of speculative_config and compilation_config only the given keys change. vLLM
+verifies by a DSpark head's confidence, which is about .5 for dummy weights: to verify all its drafts give '{"speculative_config":
+{"enable_adaptive_verification": false}}'. nano: '{"use_replayssm": true, "mamba_backend": "flashinfer"}' replays its states.
 
 --together DIR SIZE: SIZE such commands start at the same time and measure one after another. --kv-gib gives vLLM its share.
 
@@ -40,7 +47,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the Python of another engine has no batchspec
 from peer_gang import Gang
-from peer_options import CHUNK, RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
+from peer_options import CHUNK, RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options, with_options
 from peer_shapes import (
     ROWS,
     Row,
@@ -52,6 +59,7 @@ from peer_shapes import (
 )
 
 ENGINES = ("vllm", "sglang", "batchspec")
+PARALLEL = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
 
 
 def rates_of(text: str) -> tuple[float, ...]:
@@ -65,18 +73,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("rows", nargs="+", metavar="ROW", choices=list(ROWS), help=", ".join(ROWS))
     add("--k", default="0", choices=["0", "1", "2", "3", "auto"], help="draft tokens per round; 0: no drafts")
     add("--accept", type=rates_of, default=RATES, metavar="A,B,C", help="acceptance of drafts 1, 2, 3, unconditional: .6,.28,.12")
+    add("--draft", choices=["eagle3", "block"], help="the head of a model that has no drafter of its own; without it eagle3")
+    add("--gen", type=int, help="new tokens a row; without it 512, of gsm8k up to 256")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="N cards compute the model together")
     add("--turns", type=int, default=2)
     add("--warm", type=int, default=0, metavar="N", help="N tokens of some rows before the first turn; batchspec: no effect")
     add("--together", nargs=2, metavar=("DIR", "SIZE"), help="an empty folder, and how many commands share it")
     add("--kv-gib", type=float, help="vLLM's memory for K/V; without it all that 92 %% of the card leave")
     add("--routing", default="spread", choices=["spread", "uniform_random", "none"])
-    add("--options", type=json.loads, default={}, metavar="JSON", help="arguments of the other engine, over the script's")
+    add("--options", type=json.loads, default={}, metavar="JSON", help="arguments of the other engine, over those of the script")
     add("--model", help="gsm8k: a folder of real weights")
     add("--head", help="gsm8k: an EAGLE-3 head for them")
     add("--input", help="gsm8k: Parquet with a user's turn per row in the column `prompt`")
     args = parser.parse_args(argv)
     if len({ROWS[name].shape for name in args.rows}) > 1:
         parser.error("rows of different shapes need a command each")
+    usual = drafter_of(ROWS[args.rows[0]].shape)
+    if args.draft and (usual != "eagle3" or "gsm8k" in args.rows):
+        parser.error(f"--draft {args.draft} is for dummy models without a drafter of their own")
+    args.drafter = "none" if args.k == "0" else args.draft or usual
+    if args.k != "0" and usual == "none":
+        parser.error(f"{args.rows[0]} is timed without drafts: give --k 0")
     if "gsm8k" in args.rows and not (args.model and args.input and (args.head or args.k == "0")):
         parser.error("gsm8k needs --model and --input, and with drafts --head")
     args.engine = next(name for name in ENGINES if getattr(importlib.util.find_spec(name), "origin", None))  # no mere folder
@@ -85,18 +102,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.rates = args.accept if args.k == "auto" else args.accept[: int(args.k)]
     if args.k != "auto" and len(args.rates) < int(args.k):
         parser.error(f"--k {args.k} needs as many rates in --accept")
-    if args.engine == "sglang" and args.rates and drafter_of(ROWS[args.rows[0]].shape) != "eagle3":
+    if args.engine == "sglang" and args.rates and args.drafter != "eagle3":
         parser.error("SGLang is timed with EAGLE-3 heads alone")
     return args
 
 
+def row_of(args: argparse.Namespace, name: str) -> Row:
+    return ROWS[name]._replace(gen=args.gen or ROWS[name].gen)
+
+
 def line(args: argparse.Namespace, name: str, turn: int, prefill_s: float | None, whole_s: float, tokens: int) -> dict[str, Any]:
     """What a turn of a row gives. prefill_s: None for real prompts, which have only tok_s, of whole requests."""
-    row = ROWS[name]
+    row = row_of(args, name)
     decode = None if prefill_s is None else round((tokens - row.batch) / (whole_s - prefill_s), 1)
     return {
         "engine": args.engine, "version": importlib.import_module(args.engine).__version__, "row": name, "k": args.k,
-        "accept": args.rates,
+        "accept": args.rates, "draft": args.drafter, "tensor_parallel": args.tensor_parallel,
         "decode_tok_s": decode, "prefill_s": prefill_s and round(prefill_s, 3), "whole_s": round(whole_s, 3),
         "tok_s": round(tokens / whole_s, 1), "tokens": tokens, "turn": turn, "counts": turn == args.turns, **row._asdict(),
         "routing": None if args.engine == "batchspec" else args.routing, "options": args.options,
@@ -106,17 +127,19 @@ def line(args: argparse.Namespace, name: str, turn: int, prefill_s: float | None
 
 def start(args: argparse.Namespace, folder: Path) -> Callable[[list[list[int]], int], int]:
     """Starts vLLM or SGLang. What it returns answers prompts with at most so many tokens each and counts the tokens."""
-    rows, dummy = [ROWS[name] for name in args.rows], bool(ROWS[args.rows[0]].shape)
+    rows, dummy = [row_of(args, name) for name in args.rows], bool(ROWS[args.rows[0]].shape)
     target, drafter = args.model, args.head
     if dummy:
         target = write_config(folder / "model", model_config(rows[0].shape))
-        own = not args.rates or drafter_of(rows[0].shape) == "mtp"
-        drafter = None if own else write_config(folder / "drafter", drafter_config(rows[0].shape))
+        own = args.drafter in ("none", "mtp")
+        drafter = None if own else write_config(folder / "drafter", drafter_config(rows[0].shape, args.drafter))
     package = importlib.import_module(args.engine)
+    given = {PARALLEL[args.engine]: args.tensor_parallel} | args.options
     if args.engine == "sglang":
-        engine = package.Engine(**sglang_options(rows, len(args.rates), target, drafter) | args.options)
+        engine = package.Engine(**with_options(sglang_options(rows, len(args.rates), target, drafter), given))
     else:
-        engine = package.LLM(**vllm_options(rows, args.rates, target, drafter, args.kv_gib) | args.options)
+        options = vllm_options(rows, args.rates, target, drafter, args.kv_gib, kind=args.drafter)
+        engine = package.LLM(**with_options(options, given))
 
     def run(prompts: list[list[int]], gen: int) -> int:
         common = {"temperature": 0.0, "ignore_eos": dummy}
@@ -148,7 +171,7 @@ def peer_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     if gang:
         gang.take_turn()
     for name in args.rows:
-        row, prompts = ROWS[name], prompts_of(args, ROWS[name])
+        row, prompts = row_of(args, name), prompts_of(args, ROWS[name])
         if args.warm:
             run(prompts[: 1 + 2 * CHUNK // row.prompt], args.warm)
         for turn in range(1, args.turns + 1):
@@ -160,8 +183,8 @@ def peer_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 def own_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Turns that `batchspec bench` times; each has the prefill of the first."""
     for name, out in ((name, folder / name) for name in args.rows):
-        bench = [sys.executable, "-m", "batchspec.cli", "bench", str(out), name, *bench_arguments(args, ROWS[name])]
-        if args.k != "0" and drafter_of(ROWS[name].shape) == "assistant":
+        bench = [sys.executable, "-m", "batchspec.cli", "bench", str(out), name, *bench_arguments(args, row_of(args, name))]
+        if args.drafter == "assistant":
             path = folder / "assistant"
             bench += ["--draft-path", str(path) if path.exists() else write_assistant(path, ROWS[name].shape)]
         subprocess.run(bench, check=True)
@@ -171,9 +194,9 @@ def own_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
 
 
 def bench_arguments(args: argparse.Namespace, row: Row) -> list[str]:
-    drafter = drafter_of(row.shape).replace("assistant", "mtp")
-    draft = "none" if args.k == "0" else f"{drafter} --k {args.k}"
-    found = f"--batch {row.batch} --gen {row.gen} --runs {args.turns} --draft {draft}"
+    drafter = args.drafter.replace("assistant", "mtp")
+    draft = "none" if drafter == "none" else f"{drafter} --k {args.k}"
+    found = f"--batch {row.batch} --gen {row.gen} --runs {args.turns} --tensor-parallel {args.tensor_parallel} --draft {draft}"
     if row.shape:
         return f"{found} --shape {row.shape} --prompt {row.prompt} --accept {','.join(map(str, args.accept))}".split()
     head = [] if args.k == "0" else ["--draft-path", args.head]

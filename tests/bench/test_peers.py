@@ -20,7 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 from batchspec.bench.arguments import parse as bench_parse
+from batchspec.checkpoint.files import StoredTensor
 from batchspec.draft.assistant_spec import read_assistant
+from batchspec.draft.block_head import dummy_block_spec
+from batchspec.draft.block_spec import read_block
+from batchspec.draft.block_tensors import expected_tensors
 from batchspec.model.families.shapes import SHAPES, config_json, shape_spec
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -36,8 +40,8 @@ def load(*names: str) -> list[Any]:
 peers, peers_gang, peers_options, shapes = load("peers", "peer_gang", "peer_options", "peer_shapes")
 (speed_picture,) = load("speed_picture")
 FIELDS = {
-    "engine", "version", "row", "k", "accept", "decode_tok_s", "prefill_s", "whole_s", "tok_s", "tokens", "turn", "counts",
-    "shape", "batch", "prompt", "gen", "routing", "options", "device",
+    "engine", "version", "row", "k", "accept", "draft", "tensor_parallel", "decode_tok_s", "prefill_s", "whole_s", "tok_s",
+    "tokens", "turn", "counts", "shape", "batch", "prompt", "gen", "routing", "options", "device",
 }
 
 
@@ -89,7 +93,8 @@ def test_rows_of_the_readme_are_there() -> None:
 def test_the_other_engines_get_the_shape_that_bench_measures(shape: str) -> None:
     own, other = json.loads(config_json(shape)), peers.model_config(shape)
     method = [config.pop("quantization_config", {}).get("quant_method") for config in (own, other)]
-    assert {key: other[key] for key in own} == own
+    named_otherwise = {"model_type", "architectures", "rope_parameters"} if own["model_type"] == "mistral4" else set()
+    assert {key for key in own if other[key] != own[key]} == named_otherwise
     assert method[0] == method[1]
     if peers.drafter_of(shape) == "eagle3":
         head = peers.drafter_config(shape)
@@ -104,8 +109,30 @@ def test_fp8_models_name_the_router_of_every_layer() -> None:
     assert (packed["ignore"], packed["group_size"]) == (plain, 16)
 
 
+def test_vllm_gets_mistral_small_4_as_the_model_of_which_it_reads_mistrals_own_file() -> None:
+    made = peers.model_config("mistral-small-4-nvfp4")
+    assert (made["model_type"], made["architectures"]) == ("deepseek_v3", ["MistralLarge3ForCausalLM"])
+    assert made["llama_4_scaling"] == {"original_max_position_embeddings": 8192, "beta": 0.1}
+    assert "partial_rotary_factor" not in made["rope_parameters"], "vLLM would rotate half of qk_rope_head_dim"
+    plain = made["quantization_config"]["ignore"]
+    assert (len(plain), plain[1]) == (37, "model.layers.0.mlp.gate")
+
+
+def test_a_block_head_is_as_large_as_that_of_bench(tmp_path: Path) -> None:
+    target = shape_spec("qwen3-8b")
+    dummy = dummy_block_spec(target)
+    stored = {one.name: StoredTensor(one.name, "BF16", one.shape, "model.safetensors", 0, 0) for one in expected_tensors(dummy)}
+    folder = Path(peers.write_config(tmp_path / "head", peers.drafter_config("qwen3-8b", "block")))
+    assert read_block(folder, stored, target) == dummy
+
+
+def test_the_states_of_nano_are_fp32_as_those_of_batchspec() -> None:
+    assert peers.model_config("nemotron3-nano-30b-a3b")["mamba_ssm_cache_dtype"] == "float32"
+
+
 def test_an_mtp_layer_is_the_models_own_and_an_assistant_is_a_model_that_batchspec_can_read(tmp_path: Path) -> None:
     assert [peers.drafter_of(shape) for shape in ("llama8b", "qwen3.5-27b", "glm-4.5-air-fp8")] == ["eagle3", "mtp", "mtp"]
+    assert [peers.drafter_of(shape) for shape in ("glm-4.7-flash", "nemotron3-nano-30b-a3b")] == ["mtp", "mtp"]
     assert peers.model_config("qwen3.5-27b")["mtp_num_hidden_layers"] == 1
     assert peers.drafter_of("gemma4-26b-a4b") == "assistant"
     folder = Path(peers.write_config(tmp_path / "assistant", peers.drafter_config("gemma4-26b-a4b")))
@@ -132,6 +159,9 @@ def test_a_written_assistant_has_all_its_tensors(monkeypatch: pytest.MonkeyPatch
         ("out.jsonl 9b-1x1", "invalid choice"),
         ("out.jsonl", "required"),
         ("out.jsonl 8b-64x8192 --k 3 --accept .6,.28", "needs as many rates"),
+        ("out.jsonl nano-256x1024 --k 2 --draft block", "without a drafter of their own"),
+        ("out.jsonl gsm8k --k 2 --draft block --model m --head h --input f", "without a drafter of their own"),
+        ("out.jsonl mistral-small-4-256x1024 --k 1", "timed without drafts"),
     ],
 )
 def test_arguments_that_cannot_run_are_refused(
@@ -163,13 +193,19 @@ def test_the_first_engine_that_is_there_runs_and_only_batchspec_chooses_k(
         ("gsm8k --k 3 --model smollm2-135m --head h --input f.parquet", "eagle3"),
         ("qwen3.5-27b-64x4096 --k 3 --accept .85,.7,.55", "mtp"),
         ("gemma4-26b-128x1024 --k 2 --accept .7,.5,.35", "mtp"),
+        ("glm-4.7-flash-256x1024 --gen 256", "none"),
+        ("nano-64x8192 --k auto --accept .85,.7,.55", "mtp"),
+        ("mistral-small-4-256x1024", "none"),
+        ("70b-64x4096 --k auto --tensor-parallel 2", "eagle3"),
+        ("qwen3-8b-256x1024 --k 3 --draft block --gen 256", "block"),
     ],
 )
 def test_bench_knows_the_arguments_that_batchspec_is_given(monkeypatch: pytest.MonkeyPatch, words: str, draft: str) -> None:
     args = arguments(monkeypatch, f"o {words} --turns 3")
-    row = peers.ROWS[args.rows[0]]
-    found = bench_parse(["out.jsonl", "name", *peers.bench_arguments(args, row)], None)
+    row = peers.row_of(args, args.rows[0])
+    found = bench_parse(["out.jsonl", "name", "--device", "cpu", *peers.bench_arguments(args, row)], None)
     assert (found.batch, found.gen, found.runs) == (row.batch, row.gen, 3)
+    assert (row.gen, found.tensor_parallel) == (256 if "--gen" in words or not row.shape else 512, args.tensor_parallel)
     assert found.draft == [draft]
     assert found.prompt == row.prompt if row.shape else found.eos
     assert not row.shape or found.accept == [list(args.accept)]
@@ -200,6 +236,45 @@ def test_vllm_is_told_what_drafts(name: str, drafter: str | None, said: tuple[st
     found = peers.vllm_options([peers.ROWS[name]], (0.7, 0.5), "m", drafter)["speculative_config"]
     assert (found["method"], found.get("model")) == said
     assert (found["num_speculative_tokens"], found["synthetic_acceptance_rates"]) == (2, [0.7, 0.5])
+
+
+def test_vllm_drafts_a_block_with_the_candidates_of_batchspec_and_verifies_by_confidence() -> None:
+    row = peers.ROWS["qwen3-8b-256x1024"]
+    found = peers.vllm_options([row], (0.7, 0.5), "m", "h", kind="block")["speculative_config"]
+    assert (found["method"], found["model"], found["num_speculative_tokens"]) == ("dspark", "h", 2)
+    assert found["dspark_draft_topk"] == dummy_block_spec(shape_spec(row.shape)).candidates
+    assert found["enable_adaptive_verification"]
+
+
+def test_options_replace_arguments_and_of_a_dictionary_its_keys() -> None:
+    found = peers.vllm_options([peers.ROWS["qwen3-8b-256x1024"]], (0.7,), "m", "h", kind="block")
+    changed = peers.with_options(found, {"seed": 1, "use_replayssm": True, "speculative_config": {"dspark_draft_topk": 8}})
+    assert (found["seed"], changed["seed"], changed["use_replayssm"]) == (0, 1, True)
+    assert changed["speculative_config"] == found["speculative_config"] | {"dspark_draft_topk": 8}
+
+
+@pytest.mark.parametrize(
+    ("words", "drafter", "parallel"),
+    [
+        ("qwen3-8b-256x1024 --k 2 --draft block --gen 16", "Qwen3DSparkModel", 1),
+        ("qwen3-8b-256x1024 --k 2", "LlamaForCausalLMEagle3", 1),
+        ("70b-fp8-64x8192 --tensor-parallel 4", None, 4),
+        ("nano-256x1024 --k 2", None, 1),
+    ],
+)
+def test_vllm_starts_with_the_model_its_drafter_and_so_many_cards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, drafter: str | None, parallel: int
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=lambda **options: given.append(options)))
+    args = arguments(monkeypatch, f"o {words}", "vllm")
+    peers.start(args, tmp_path)
+    row = peers.row_of(args, args.rows[0])
+    assert (given[0]["tensor_parallel_size"], given[0]["max_model_len"]) == (parallel, row.prompt + row.gen + 64)
+    assert json.loads(Path(given[0]["model"], "config.json").read_text()) == peers.model_config(row.shape)
+    head = given[0].get("speculative_config", {}).get("model")
+    found = json.loads(Path(head, "config.json").read_text())["architectures"][0] if head else None
+    assert found == drafter
 
 
 def test_rows_that_share_an_engine_all_fit_into_it() -> None:
