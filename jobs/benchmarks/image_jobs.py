@@ -7,8 +7,8 @@
 
 Pages are JPEG images of A4 at 200 dpi, 1654 x 2339 pixels, with random text. Qwen3-VL and Qwen3.5 read 1216 x 1728 of them,
 qwen2.5-vl-7b, with smaller patches, 1064 x 1512: 2,052 tokens each. Photos are JPEG images of 448 x 448 pixels, 196 tokens, of
-qwen2.5-vl-7b 256. Those of gemma4-26b-a4b have 640 x 448 pixels, which become 280 tokens, its usual limit, with one before them
-and one behind. DIR gets `model` (config.json, files of processors, a chat template and a tokenizer of the shape's size, which
+qwen2.5-vl-7b 256. Those of gemma4-26b-a4b have 640 x 448 pixels, which become 280 tokens, its usual limit, between two
+others. DIR gets `model` (config.json, files of processors, a chat template and a tokenizer of the shape's size, which
 other engines read too) and `in.parquet` (columns id, prompt, image). Every answer has --gen tokens.
 """
 
@@ -114,7 +114,7 @@ def write_input(path: Path, images: Iterable[bytes], kind: str, count: int) -> i
 
 
 def image_tokens(folder: Path, size: tuple[int, int]) -> int:
-    """Of an image of this height and width in the prompt of a model, with those that stand around it."""
+    """Number of tokens of an image of this height and width in a prompt, with those that begin and end it."""
     processor = load_vision(folder).processor
     return len(processor.tokens(*processor.grid(processor.fit(*size)))) + sum(map(len, processor.around))
 

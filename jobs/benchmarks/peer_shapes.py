@@ -35,7 +35,7 @@ ROWS = {
         ("glm-4.5-air", "glm-4.5-air-fp8", [(24, 4096)]), ("glm-4.7-flash", "glm-4.7-flash", [SHORT, LONG]),
         ("nano", "nemotron3-nano-30b-a3b", [SHORT, LONG]), ("mistral-small-4", "mistral-small-4-nvfp4", [SHORT]),
         ("70b", "llama70b", [SHORT, MIDDLE, LONG]), ("70b-fp8", "llama70b-fp8", [SHORT, MIDDLE, LONG]),
-        ("qwen3-8b", "qwen3-8b", [SHORT]),
+        ("qwen3-8b", "qwen3-8b", [SHORT, LONG]),
     )
     for batch, prompt in sizes
 } | {"gsm8k": Row("", 256, 1024, 256)}
