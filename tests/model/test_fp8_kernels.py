@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from batchspec.kernels.gemm import fp8_tiles
 from batchspec.kernels.gemm.fp8_tokens import quantise_tokens
 from batchspec.model import decoder
+from batchspec.model.fused import norm_quantised, rms_norm
 from batchspec.model.layers.mlp import gated_mlp
 from batchspec.model.quant import fp8_products
 from batchspec.model.quant.fp8_products import Activations, Fp8Linear, Fp8Weight
@@ -133,6 +135,21 @@ def test_each_piece_goes_to_the_library_if_it_can_multiply_it(
     assert made_calls == (calls if product.fp8_form is None else calls * 2) * (tokens > 0)
     if tokens:
         assert_near(found, expected, 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["group", "token", "static"])
+def test_the_norm_of_slices_of_rows_is_quantised_by_its_kernel_if_all_parts_read_it(
+    kind: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """static: the input scales of two parts differ, so that they quantise the norm themselves."""
+    quantised = Mock(wraps=norm_quantised)
+    monkeypatch.setattr(fp8_products, "norm_quantised", quantised)
+    parts = [weight(48, 272, blocked=kind == "group", static=each if kind == "static" else None) for each in (0.1, 0.2)]
+    x, norm, dtype = torch.randn(5, 300)[:, 28:].bfloat16(), torch.rand(272).bfloat16() + 0.5, torch.bfloat16
+    with kernels(dtype):
+        product = Fp8Linear(parts, None, kind)
+        assert_near(product.of_norm(x, norm, 1e-5), product(rms_norm(x, norm, 1e-5)), 5e-2)  # in bf16 the interpreter cuts off
+    assert quantised.call_count == (kind != "static")
 
 
 def test_a_model_in_fp32_and_a_cpu_have_no_library() -> None:

@@ -174,7 +174,7 @@ def test_latents_in_e4m3_change_logits_a_little() -> None:
     ids = prompts([24], 31)[0]
     exact, found = (one_pass(latent_target(fp8=fp8), ids)[0] for fp8 in (False, True))
     error = float((found - exact).norm() / exact.norm())
-    assert 1e-3 < error < 0.1
+    assert 1e-3 < error < 0.25
 
 
 @pytest.mark.parametrize(

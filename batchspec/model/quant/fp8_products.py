@@ -30,6 +30,7 @@ from batchspec.kernels.moe import experts_fp8 as kernels
 from batchspec.kernels.moe.fp8_steps import fp8_product_reference
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.units import Routing
+from batchspec.model.fused import norm_quantised, rms_norm
 from batchspec.model.layers.base import Gating, GroupedSpec
 from batchspec.model.layers.forward import Product
 from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
@@ -140,6 +141,10 @@ class Fp8Linear(Product):
 
     def of_fp8(self, x: Fp8Tokens) -> Tensor:
         return self._product([x] * len(self._pieces), self._dtype)
+
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None = None) -> Tensor:
+        form = self.fp8_form
+        return self(rms_norm(x, norm, eps)) if form is None else self.of_fp8(norm_quantised(None, x, norm, eps, form))
 
     def _product(self, rows: Sequence[Fp8Tokens], dtype: torch.dtype) -> Tensor:
         """rows: those that each piece reads."""

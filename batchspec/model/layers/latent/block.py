@@ -2,7 +2,8 @@
 
     x = norm(stream)
     q = q_b(norm(q_a(x)))                     NH heads of N numbers without a rotation and P with one; q_proj(x) without q_a
-    c, k = kv_a(x);  c = norm(c)              R and P numbers, the same for all heads; k and the P numbers of q are rotated
+    c, k = kv_a(x);  c = norm(c)              R and P numbers, the same for all heads; k and the P numbers of q are rotated;
+                                              multiplied as one matrix with q_a
     keys, values = kv_b(c)                    N and V numbers for each head, whose key ends with k
     stream += o_proj(softmax(scale q keys') values)
 
@@ -28,7 +29,6 @@ from batchspec.kernels.attention.schedule_reference import WAVES
 from batchspec.kernels.attention.settings import MAX_QUERIES
 from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.latent.settings import latent_tile
-from batchspec.model.fused import rms_norm
 from batchspec.model.layers.attention.block import MOST_SMS, SM_RESULT_BYTES
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
@@ -100,17 +100,19 @@ class LatentSpec(NormedSpec, MixerSpec):
         return self.num_heads * self.sizes.value_dim
 
     @property
-    def queries(self) -> tuple[ProductSpec, ...]:
-        """q_a and q_b, or q_proj."""
-        rows = self.num_heads * self.sizes.query_dim
-        if self.query_rank is None:
-            return (self._product("q_proj", rows, self.hidden_size),)
-        first = self._product("q_a_proj", self.query_rank, self.hidden_size, bias=self.bias)
-        return first, self._product("q_b_proj", rows, self.query_rank)
+    def into(self) -> ProductSpec:
+        """q_a and kv_a as one, which every rank computes; kv_a alone where there is no q_a."""
+        q_a, name = self.query_rank, self.name
+        first = () if q_a is None else (Projection(f"{name}.q_a_proj", q_a, self.hidden_size, self.bias),)
+        return ProductSpec((*first, Projection(f"{name}.kv_a_proj_with_mqa", self.vector_size, self.hidden_size, self.bias)))
 
     @property
-    def kv_a(self) -> ProductSpec:
-        return self._product("kv_a_proj_with_mqa", self.vector_size, self.hidden_size, bias=self.bias)
+    def queries(self) -> ProductSpec:
+        """q_b, or q_proj."""
+        rows = self.num_heads * self.sizes.query_dim
+        if self.query_rank is None:
+            return self._product("q_proj", rows, self.hidden_size)
+        return self._product("q_b_proj", rows, self.query_rank)
 
     @property
     def kv_b(self) -> ProductSpec:
@@ -127,7 +129,7 @@ class LatentSpec(NormedSpec, MixerSpec):
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        return *self.queries, self.kv_a, self.kv_b, self.out
+        return self.into, self.queries, self.kv_b, self.out
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
@@ -156,7 +158,7 @@ class LatentSpec(NormedSpec, MixerSpec):
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """kv_b counts as a product of each token: both forms of `attend.py` multiply by it once for a token of their pass."""
-        into = (Gemm(product=own, ops=("linear",)) for own in (*self.queries, self.kv_a))
+        into = (Gemm(product=own, ops=("linear",)) for own in (self.into, self.queries))
         return *into, Gemm(product=self.kv_b, ops=()), self.gemm_of_output(self.out)
 
     def head_gemms(self) -> tuple[Gemm, ...]:
@@ -219,7 +221,7 @@ class LatentSpec(NormedSpec, MixerSpec):
             "q_proj": q, "q_b_proj": q, "kv_b_proj": Share("columns", (scaled(heads, sizes.key_dim + sizes.value_dim),)),
             "o_proj": Share("rows", (scaled(heads, sizes.value_dim),), shard.rank == 0),
         }
-        return whole_shares((*self.queries, self.kv_a)) | {f"{self.name}.{name}": share for name, share in names.items()}
+        return whole_shares((self.into,)) | {f"{self.name}.{name}": share for name, share in names.items()}
 
     def tables(self) -> Mapping[Hashable, Tensor]:
         """The frequencies of its rotation."""
@@ -258,36 +260,40 @@ class LatentAttention:
     def __init__(self, spec: LatentSpec, source: BlockSource) -> None:
         self.spec = spec
         self.norm = source.vector(f"{spec.norm}.weight")
-        self._queries = [source.product(own) for own in spec.queries]
+        self._into, self._queries = source.product(spec.into), source.product(spec.queries)
         self._q_norm = None if spec.query_rank is None else source.vector(f"{spec.name}.q_a_layernorm.weight")
-        self._kv_a = source.product(spec.kv_a)
         self._kv_norm = source.vector(f"{spec.name}.kv_a_layernorm.weight")
         self._matrices = Matrices.of(source.matrix(spec.kv_b).to(self.norm.dtype), spec.sizes)  # multiplied from both sides
         self._out = source.product(spec.out)
 
     def norms_in_product(self, stream: Stream) -> bool:
-        return False  # two products read the normed stream
+        return self._q_norm is not None and self.spec.norms_in_kernel and stream.norms_in_product(self._into, gated=False)
 
     def begin(self, stream: Stream, store: LatentStore, out_aux: Tensor | None = None) -> Tensor:
         """q [T, NH, N + P]; the vectors of the tokens are stored."""
-        return self.queries_of(stream.normed(self.norm, self.spec.eps, out_aux=out_aux), store)
+        if self._q_norm is None:  # two products read the normed stream
+            return self.queries_of(stream.normed(self.norm, self.spec.eps, out_aux=out_aux), store)
+        return self._begun(stream.project(self.norm, self.spec.eps, self._into, store.lora, out_aux=out_aux), store)
 
     def queries_of(self, normed: Tensor, store: LatentStore) -> Tensor:
-        rows = self._kv_a(normed, store.lora)
-        q, *more = self._queries
-        heads = q(normed, store.lora)
-        for q_b in more:
-            assert self._q_norm is not None
-            heads = q_b(rms_norm(heads, self._q_norm, self.spec.inner_eps), store.lora)
-        return self._stored(rows, heads.view(len(normed), -1, self.spec.sizes.query_dim), store)
+        if self._q_norm is None:
+            return self._stored(self._into(normed, store.lora), self._queries(normed, store.lora), store)
+        return self._begun(self._into(normed, store.lora), store)
+
+    def _begun(self, made: Tensor, store: LatentStore) -> Tensor:
+        """made: what q_a and kv_a computed"""
+        assert self._q_norm is not None
+        q_a, rows = made.split((len(self._q_norm), self.spec.vector_size), 1)
+        return self._stored(rows, self._queries.of_norm(q_a, self._q_norm, self.spec.inner_eps, store.lora), store)
 
     def keeper(self) -> Callable[[Tensor, LatentStore], Tensor]:
-        return lambda normed, store: self._stored(
-            self._kv_a(normed, store.lora), normed.new_empty(len(normed), 0, self.spec.sizes.query_dim), store
-        )
+        kv_a = self._into.rows_from(self.spec.query_rank or 0)
+        return lambda normed, store: self._stored(kv_a(normed, store.lora), normed.new_empty(len(normed), 0), store)
 
     def _stored(self, rows: Tensor, q: Tensor, store: LatentStore) -> Tensor:
-        return store.write(rows, q, self._kv_norm, self.spec.inner_eps)
+        """rows: what kv_a computed; q [T, NH (N + P)], of no head if only vectors are stored"""
+        heads = q.unflatten(1, (-1, self.spec.sizes.query_dim))
+        return store.write(rows, heads, self._kv_norm, self.spec.inner_eps)
 
     def finish(self, begun: Tensor, stream: Stream, attend: LatentAttend, *, add_in_product: bool) -> None:
         attended = attend.plan.attend(
