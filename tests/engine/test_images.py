@@ -191,29 +191,29 @@ def test_rows_that_bring_more_pixels_than_fit_together_enter_one_after_another(
         return found
 
     monkeypatch.setattr(images.RowImages, "take_commands", counted)
-    monkeypatch.setattr(images, "FIRST_BYTES", 1)
     monkeypatch.setattr(images, "MOST_BYTES", 1)
     assert tokens(list(image_engine(target, NoDrafter(), BATCH).run(requests))) == expected
     assert sum(groups) == 5
     assert max(groups) == 1
 
 
-def test_the_first_rows_enter_alone_and_the_others_together(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pixels are there: the device begins with the first row, and meanwhile the host takes those of the others."""
-    target, groups = image_target(models / "qwen3_vl"), list[list[int]]()
+def test_between_rows_that_do_not_enter_together_the_device_gets_a_round(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pixels are there. The device has a prefill and a round to compute while the host takes the pixels of the next row."""
+    target, launched = image_target(models / "qwen3_vl"), list[str]()
     requests = [image_request(i, target.spec, (3 + i, picture(30, 50, i)), cap=4) for i in range(3)]
     engine = image_engine(target, NoDrafter(), BATCH, prepared=ImagesInOrder())
     expected = tokens(list(engine.run(requests)))
     execute = Executor.execute
 
     def noted(self: Executor, step: ScheduledStep) -> None:
-        groups.append([refill.request.row_index for refill in step.refills])
+        launched.extend(f"row {refill.request.row_index}" for refill in step.refills)
+        launched.extend(["round"] if step.round is not None else [])
         execute(self, step)
 
     monkeypatch.setattr(Executor, "execute", noted)
-    monkeypatch.setattr(images, "FIRST_BYTES", 1)
+    monkeypatch.setattr(images, "MOST_BYTES", 1)
     assert tokens(list(engine.run(requests))) == expected
-    assert [own for own in groups if own] == [[0], [1, 2]]
+    assert launched[:5] == ["row 0", "round", "row 1", "round", "row 2"]
 
 
 def test_a_job_that_decodes_nothing_expects_images_too(models: Path) -> None:
@@ -309,8 +309,9 @@ def test_pixels_are_kept_of_one_row_that_cannot_enter_yet(models: Path) -> None:
     assert comes(rows[1])
     rows[3].slot = 1
     own.enter(rows[3])  # it goes on in its slot
-    own._most_bytes = 1
-    assert not own.ready(rows[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "MOST_BYTES", 1)
+        assert not own.ready(rows[1])
     assert [slot for slot, _ in own.take_commands().images] == [0]
     assert own.ready(rows[1])
     engine = image_engine(target, NoDrafter(), BATCH, num_top=1)

@@ -1,7 +1,7 @@
 """Images of prompts: their pixels are made ahead, by processes, and go to the device when the row enters its slot.
 
 A row waits for its pixels, and others go ahead. An image that cannot be decoded fails its row. Rows that enter together bring at
-most MOST_BYTES of pixels, or one row's; the first ones of a run FIRST_BYTES.
+most MOST_BYTES of pixels, or one row's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from batchspec.images.prepared_images import PreparedImages
 from batchspec.packed_batch import ExampleRow
 from batchspec.records import Completion, Request, RowError
 
-MOST_BYTES, FIRST_BYTES = 1 << 30, 32 << 20
-"""The second holds until rows have entered: the device begins, and the host takes the pixels of others meanwhile."""
+MOST_BYTES = 64 << 20
+"""The host takes pixels before it launches the prefill that reads them, a photo's of 2 MB in 1 to 3 ms, mostly for fresh memory.
+Of many rows at once the device would wait for that; now the others' are taken while it computes this prefill and a round. With
+less, it would compute more rounds before all slots have rows."""
 
 
 class WithImages(Features):
@@ -91,7 +93,6 @@ class RowImages(RowFeature):
         self._entered: list[tuple[int, tuple[Rgb, ...]]] = []
         """Slot and pixels of each row that has entered since the last commands."""
         self._entered_bytes = 0
-        self._most_bytes = FIRST_BYTES
 
     def arrive(self, state: RequestState) -> bool:
         """Its pixels are begun: a request arrives when a slot is free or will be soon (`SlotAllocator.take_ahead`)."""
@@ -104,7 +105,7 @@ class RowImages(RowFeature):
         if state.slot >= 0 or state.finish_reason is not None:
             return True
         images = state.request.images
-        if self._entered and self._entered_bytes + sum(one.num_bytes for one in images) > self._most_bytes:
+        if self._entered and self._entered_bytes + sum(one.num_bytes for one in images) > MOST_BYTES:
             return False
         if self._made is not None and self._made[0] is state:
             return True
@@ -148,6 +149,4 @@ class RowImages(RowFeature):
 
     def take_commands(self) -> RowCommands:
         entered, self._entered, self._entered_bytes = tuple(self._entered), [], 0
-        if entered:
-            self._most_bytes = MOST_BYTES
         return RowCommands(images=entered)
