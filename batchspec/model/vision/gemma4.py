@@ -21,7 +21,7 @@ from torch import Tensor
 
 from batchspec.checkpoint.config_values import ConfigReader, Ranges
 from batchspec.images.gemma4_processor import Gemma4Processor, read_gemma4_processor
-from batchspec.kernels.norm_rope.rotate_heads import rotate_heads
+from batchspec.kernels.norm_rope.rotate_heads import norm_heads, rotate_heads
 from batchspec.model.families.gemma4 import images_are_whole
 from batchspec.model.fused import rms_norm
 from batchspec.model.layers.base import TensorSpec
@@ -204,10 +204,10 @@ class Gemma4VisionEncoder(PatchEncoder):
         heads, eps = self.spec.heads, self.spec.eps
         y = self._rms(f"{name}input_layernorm", x, eps)
         q, k, v = (self._product(f"{name}self_attn.{part}_proj", y).unflatten(1, (heads, -1)) for part in "qkv")
-        q, k = (rms_norm(own, self._weights[f"{name}self_attn.{part}_norm.weight"], eps) for part, own in (("q", q), ("k", k)))
-        for own in (q, k):
-            rotate_heads(own, *angles)
-        attended = self._product(f"{name}self_attn.o_proj", attend(q, k, self._unit(v)))
+        for part, own in (("q", q), ("k", k)):
+            rotate_heads(own, *angles, weight=self._weights[f"{name}self_attn.{part}_norm.weight"], eps=eps)
+        norm_heads(v, self._ones[: v.shape[-1]], eps)
+        attended = self._product(f"{name}self_attn.o_proj", attend(q, k, v))
         x = x + self._rms(f"{name}post_attention_layernorm", attended, eps)
         y = self._rms(f"{name}pre_feedforward_layernorm", x, eps)
         gate, up = (self._product(f"{name}mlp.{part}_proj", y) for part in ("gate", "up"))

@@ -69,5 +69,6 @@ CASES.seldom |= {
 }
 
 for _dtype in ("bf16", "fp32"):
-    case(f"rotate_heads_kernel {_dtype}", "rotate_heads", 4, heads=f"*{_dtype}", cos=PF32, sin=PF32, COUNT=32, HALF=36, LANES=64,
-         BLOCK=32, ACC="fp32")
+    for _norm, _angles in ((None, PF32), (PF32, PF32), (PF32, None)):
+        case(f"rotate_heads_kernel {_dtype}, norm {_norm}, angles {_angles}", "rotate_heads", 4, heads=f"*{_dtype}", cos=_angles,
+             sin=_angles, weight=_norm, EPS=1e-6, COUNT=32, HALF=36, LANES=64, BLOCK=32, ACC="fp32")
