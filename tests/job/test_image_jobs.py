@@ -476,15 +476,17 @@ def test_a_finished_answer_stays_if_the_file_of_its_image_is_refused_later(
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("how", ["resume", "resume=length"])
+@pytest.mark.parametrize(("how", "tokens"), [("resume", "true"), ("resume=length", "true"), ("resume=length", "false")])
 def test_tokens_that_were_saved_for_another_image_end_the_run(
-    how: str, vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    how: str, tokens: str, vl: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The file behind a path has changed since: the rows that are continued would answer about two images."""
+    """The file behind a path has changed since: the rows that are continued, or the samples of a row, would answer about two
+    images."""
     (tmp_path / "a.png").write_bytes(A)
     rows = [{"id": f"q{i}", "messages": user(f"<image>{i}"), "images": "a.png"} for i in range(9)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
     keys = ["input.columns={images:images}", f"input.image_root={tmp_path}", "output.shard_rows=3", "packing.max_num_seqs=4"]
+    keys.append(f"output.token_ids={tokens}")
     cut = words(vl, tmp_path, *keys, "decode.max_new_tokens=12")
     if how == "resume":
         code, said = run_apart(cut, tmp_path / "log", partial(signalled_after_commits, 1, signal.SIGTERM))

@@ -112,6 +112,9 @@ class RetryPlan:
             anew = self._kind == "repetition" or entry.device_limit > _num_tokens(row)
         if not anew:
             return None
+        if isinstance(entry, Request) and (self._kind != "error" or row.get("token_ids")):
+            # Without stored tokens too: the row's other samples are kept.
+            check_images(entry, row.get(DIGEST) if "image_tokens" in row["usage"] else None)  # else it is the input's, copied
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
 
 
@@ -126,11 +129,8 @@ def _num_tokens(row: Row) -> int:
 
 
 def _snapshot(request: Request, row: Row) -> Snapshot | None:
-    """The row as a snapshot to continue from; None if it has no tokens or another prompt (input.on_overlong=truncate). Raises
-    InputError if its images are others now."""
+    """The row as a snapshot to continue from; None if it has no tokens or another prompt (input.on_overlong=truncate)."""
     tokens, prompt, usage = row.get("token_ids"), row.get("prompt_ids"), row["usage"]
-    if tokens:
-        check_images(request, row.get(DIGEST) if "image_tokens" in usage else None)  # else it is the input's, copied
     if not tokens or row.get("logprobs") is not None or usage["prompt_tokens"] != len(request.prompt_ids):
         return None
     if prompt is not None and prompt != request.prompt_ids.tolist():
