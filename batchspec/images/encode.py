@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+from base64 import b64encode
 from typing import Any
 
 from batchspec.images.header import BadImage, check_transparency
@@ -13,6 +14,8 @@ HEAD = "data:image/png;base64,"
 """Of a data URL, whose image may have another format."""
 _PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 """Modes that a PNG holds; a TIFF holds most others."""
+_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*")
+"""How the bytes of each format of FORMATS begin."""
 
 
 def is_image(value: Any) -> bool:
@@ -40,3 +43,17 @@ def encode(image: Any) -> bytes:
         said = advice.format(" ".join(str(error).split()) or type(error).__name__)
         raise BadImage("bad_image", f"an image of mode {image.mode} cannot be {said}") from error
     return out.getvalue()
+
+
+def with_urls(value: Any) -> Any:
+    """A cell of a column that keeps JSON text, in which bytes are no longer told from text: data URLs in place of the bytes of
+    encoded images, also in a list."""
+    if isinstance(value, list | tuple):
+        return [with_urls(one) if isinstance(one, bytes | bytearray) else one for one in value]
+    if isinstance(value, bytes | bytearray) and value.startswith(_BEGINNINGS):
+        return data_url(value)
+    return value
+
+
+def data_url(data: bytes | bytearray) -> str:
+    return f"{HEAD}{b64encode(data).decode()}"

@@ -800,6 +800,7 @@ def test_rows_in_memory_and_calls_of_a_warm_engine_may_have_images(vl: Path) -> 
         own = [{"bytes": one, "path": None} for one in (A, B)]
         cells: list[list[Any]] = [
             [[one] for one in opened], [a, url(B), [a]], [own[0], own[1], [own[0]]], [[a], [B], [A]], [own[0], b, a],
+            [A, [B], A], [url(A), B, a],
         ]
         of_rows = [[{"messages": row["messages"], "images": one} for row, one in zip(rows, own, strict=True)] for own in cells]
         for data in (columns, *of_rows):

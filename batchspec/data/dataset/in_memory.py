@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import pyarrow as pa
 from batchspec.data.dataset.json_text import json_of
 from batchspec.data.dataset.untyped_columns import Kinds, build
 from batchspec.errors import InputError
-from batchspec.images.encode import HEAD, encode, is_image
+from batchspec.images.encode import data_url, encode, is_image, with_urls
 
 _JSON = (bool, int, float, str, list, tuple, Mapping, np.bool_, np.number)
 """Types of values that JSON has, null's aside, and of NumPy's numbers, which are read as Python's."""
@@ -111,7 +110,7 @@ def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 def _with_encoded(name: str, values: Sequence[Any]) -> Sequence[Any]:
     """The column with each image of Pillow, also in lists, as the bytes of an encoded one. A column that holds other values too,
-    such as paths, stays as it is: `_plain` makes data URLs of its images."""
+    such as paths, stays as it is: `_plain` and `with_urls` make data URLs of its images."""
     kinds = _one_of_each_type(values)
     if kinds.keys() <= {list, tuple}:
         kinds = {kind: one for value in values if value is not None for kind, one in _one_of_each_type(value).items()}
@@ -155,7 +154,7 @@ def _of_one_kind(values: Sequence[Any]) -> pa.ChunkedArray | None:
 
 
 def _of_json(name: str, values: Sequence[Any]) -> tuple[pa.Field, pa.ChunkedArray]:
-    cells, kinds = [_json(value, at, name) for at, value in enumerate(values)], Kinds()
+    cells, kinds = [_json(with_urls(value), at, name) for at, value in enumerate(values)], Kinds()
     for cell in cells:
         kinds.add({name: cell})
     field = kinds.schema().field(name)
@@ -208,7 +207,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     if is_image(value):
-        return f"{HEAD}{b64encode(encode(value)).decode()}"
+        return data_url(encode(value))
     raise TypeError(f"it has the type {type(value).__name__}")
 
 
