@@ -46,8 +46,8 @@ def encode(image: Any) -> bytes:
 
 
 def with_urls(value: Any) -> Any:
-    """A cell of a column that keeps JSON text, in which bytes are no longer told from text: data URLs in place of the bytes of
-    encoded images, also in a list."""
+    """A cell of a column that is kept as JSON text, which cannot tell bytes from text: the bytes of encoded images, also in a
+    list, are replaced by data URLs."""
     if isinstance(value, list | tuple):
         return [with_urls(one) if isinstance(one, bytes | bytearray) else one for one in value]
     if isinstance(value, bytes | bytearray) and value.startswith(_BEGINNINGS):

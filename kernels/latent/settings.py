@@ -17,7 +17,7 @@ from batchspec.kernels.common.card import Card
 LINES = 64
 """Lines of a tile on Hopper, whose tensor cores multiply as many at once."""
 FEW_LINES = 32
-"""Lines of a row up to which keys are the first axis of its scores on Hopper."""
+"""Lines of a tile up to which keys are the first axis of its scores on Hopper; tiles over latents in e4m3 have no more."""
 SLICE = 128
 """Columns of a latent that are loaded at once on Hopper: a thread then has the addresses of few keys."""
 CHUNK = 4096
@@ -48,7 +48,7 @@ def slice_of(width: int, dtype: torch.dtype, card: Card) -> int:
 
 def latent_config(latent_dim: int, tile: int, dtype: torch.dtype, card: Card, *, fp8: bool = False) -> Config:
     """Settings for this tile, with as many stages as fit into the card's shared memory; those of Hopper are the fastest measured,
-    but for latents in e4m3, whose are not measured.
+    except for latents in e4m3, for which no settings have been measured.
 
     On Hopper the sums of 64 lines and 512 columns take 128 registers of each of 256 threads, and queries 72 of the 227 KiB of
     shared memory: there a block of 64 keys is read while another one is computed. With 32 lines, a warp group is enough.
@@ -61,7 +61,7 @@ def latent_config(latent_dim: int, tile: int, dtype: torch.dtype, card: Card, *,
         config = Config(16, 8, 2, 2)
     elif keys_first(tile, dtype, card):
         # two programs an SM, where their shared memory fits, compute while the other one waits
-        if fp8:  # a block in fp16, the only one there, and queries take 108 KiB
+        if fp8:  # the block in fp16, of which there is only one at a time, and the queries take 108 KiB
             return Config(64, 4, 1, 2)
         config = Config(64, 4, 2, 2) if width <= 256 else Config(64, 4, 2, 1)
     else:

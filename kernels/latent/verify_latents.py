@@ -10,7 +10,8 @@ or 32 if a row has no more (`latent_step.py`). The work list is that of verify a
 Bytes: K (R + P) itemsize a row. Operations: 2 L (2 R + P) K, with L lines. With 64 lines of R = 512, P = 64 they are 121 a
 byte in bf16, and an H200 computes 184 in the time of one. 64 rows of 8192 keys take 170 us with 20 lines, 198 with 60: 83 and
 71 % of the time by bytes, and 3 % less if L2 holds the keys: a step's products, softmax and loads wait for each other. 80 lines
-are two tiles, which compute all of it again (366 us, 38 %). Latents in e4m3 are tiles of 32 lines at most, and converted.
+are two tiles, which compute all of it again (366 us, 38 %). Over latents in e4m3 a tile has 32 lines at most, and each tile reads
+and converts the latents of its row.
 Source: DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1; for the split over keys see `verify_attention.py`.
 """
 

@@ -1,5 +1,5 @@
-"""RoPE of heads in place, with given cosines and sines: value j of a head is turned with value j + D/2. Before it, or alone, the
-RMS norm of each head.
+"""RoPE of heads in place, with given cosines and sines: value j of a head is turned with value j + D/2. The RMS norm of each
+head may come before it, or alone.
 
 For the heads of a vision encoder, whose angles come from rows and columns of an image and are the same in all layers.
 fp32 inside (fp64 for fp64), rounded once; the norm and its product with the weight are rounded as in `norm.py`. Bound by memory:

@@ -27,8 +27,9 @@ from batchspec.records import Completion, Request, RowError
 
 MOST_BYTES = 64 << 20
 """The host takes pixels before it launches the prefill that reads them, a photo's of 2 MB in 1 to 3 ms, mostly for fresh memory.
-Of many rows at once the device would wait for that; now the others' are taken while it computes this prefill and a round. With
-less, it would compute more rounds before all slots have rows."""
+If many rows entered at once, the device would wait for the pixels of all of them. With this limit it computes a prefill and a
+round while the host takes the pixels of the next rows. With a lower one it would compute more rounds before all slots have
+rows."""
 
 
 class WithImages(Features):

@@ -113,8 +113,9 @@ class RetryPlan:
         if not anew:
             return None
         if isinstance(entry, Request) and (self._kind != "error" or row.get("token_ids")):
-            # Without stored tokens too: the row's other samples are kept.
-            check_images(entry, row.get(DIGEST) if "image_tokens" in row["usage"] else None)  # else it is the input's, copied
+            # Also if no tokens are stored: the row's other samples are kept, and they are answers to the old images.
+            # In the output of a job without images, a column of this name was copied from the input.
+            check_images(entry, row.get(DIGEST) if "image_tokens" in row["usage"] else None)
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
 
 

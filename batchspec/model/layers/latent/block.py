@@ -2,12 +2,12 @@
 
     x = norm(stream)
     q = q_b(norm(q_a(x)))                     NH heads of N numbers without a rotation and P with one; q_proj(x) without q_a
-    c, k = kv_a(x);  c = norm(c)              R and P numbers, the same for all heads; k and the P numbers of q are rotated;
-                                              multiplied as one matrix with q_a
+    c, k = kv_a(x);  c = norm(c)              R and P numbers, the same for all heads; k and the P numbers of q are rotated
     keys, values = kv_b(c)                    N and V numbers for each head, whose key ends with k
     stream += o_proj(softmax(scale q keys') values)
 
-Pages hold c and k. The plans of `plan.py` compute the last two lines.
+q_a and kv_a, which read the same x, are multiplied as one matrix. Pages hold c and k. The plans of `plan.py` compute the last
+two lines.
 Source: transformers, models/glm4_moe_lite; DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
@@ -281,7 +281,7 @@ class LatentAttention:
         return self._begun(self._into(normed, store.lora), store)
 
     def _begun(self, made: Tensor, store: LatentStore) -> Tensor:
-        """made: what q_a and kv_a computed"""
+        """made [T, rank of q_a + R + P]: what q_a and kv_a computed"""
         assert self._q_norm is not None
         q_a, rows = made.split((len(self._q_norm), self.spec.vector_size), 1)
         return self._stored(rows, self._queries.of_norm(q_a, self._q_norm, self.spec.inner_eps, store.lora), store)
