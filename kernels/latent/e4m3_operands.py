@@ -15,8 +15,7 @@ from batchspec.kernels.common.e4m3 import e4m3_values
 def converted(bits, dtype: tl.constexpr, address, listed, FIRST: tl.constexpr, INTERPRETED: tl.constexpr):
     """uint8 bits of e4m3 as an operand of products, the first one or the second.
 
-    listed   any number above 0
-    address  any pointer: nothing is read there
+    listed: any number above 0; address: any pointer, from which nothing is read
 
     Triton 3.6 reads the first operand of a product from shared memory if a load returns it. Else it writes the operand to
     registers, here twice, since the second product has it transposed, and there is no room for it. So the first operand is what
@@ -32,11 +31,8 @@ def converted(bits, dtype: tl.constexpr, address, listed, FIRST: tl.constexpr, I
 
 @triton.jit
 def narrowed_lines(q_latent, q_rope, scale):
-    """(q_latent, q_rope, softmax scale) with q_latent in fp16; as they are if they are fp32.
-
-    If q_latent has numbers of 2^15 or more, all lines of both parts are divided by the same power of two, and the scale is
-    multiplied by it.
-    """
+    """(q_latent, q_rope, softmax scale) with q_latent in fp16; as they are if they are fp32. If q_latent has numbers of
+    2^15 or more, all lines of both parts are divided by the same power of two, and the scale is multiplied by it."""
     narrow = q_latent
     if q_rope.dtype != tl.float32:
         largest = 1.0

@@ -14,9 +14,8 @@ Latents in e4m3 (`e4m3_operands.py`) are multiplied without the scales of their 
 So scores and weights are scaled, not 512 numbers of a key, and weights are at most 1, which fits fp16. Blocks are not loaded
 ahead: of two programs an SM, one computes while the other one waits.
 
-Columns of c are loaded in slices (`settings.py`), each an element of the tuples c, q_latent and acc. If one program fills a
-multiprocessor, nothing else runs there between the first product of a step and the last: so the loads of the next block must come
-first.
+Columns of c are loaded in slices (`settings.py`), each an element of the tuples c, q_latent and acc. What a step takes from the
+first product to the last is serial if one program fills a multiprocessor: so the loads of the next block must come first.
 """
 
 from __future__ import annotations
