@@ -113,7 +113,8 @@ class RetryPlan:
         if not anew:
             return None
         if isinstance(entry, Request) and (self._kind != "error" or row.get("token_ids")):
-            # Also if no tokens are stored: the row's other samples are kept, and they are answers to the old images.
+            # Also if no tokens are stored: the row's other samples are kept, and they are answers to the old images. An error
+            # row without tokens may be one because of its images, which have been replaced.
             # In the output of a job without images, a column of this name was copied from the input.
             check_images(entry, row.get(DIGEST) if "image_tokens" in row["usage"] else None)
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
