@@ -553,7 +553,7 @@ def test_a_stopped_job_goes_on_and_continues_cut_answers_and_verify_finds_no_dif
     model = make_image_model(tmp_path / "model", "qwen3_5", seed=3, dtype=torch.float64)
     rows = [{"id": f"q{i}", "messages": user(f"<image>{i} and <image>"), "images": [A, (B, C)[i % 2]]} for i in range(12)]
     (tmp_path / "plain").mkdir()
-    keys = ["input.columns={images:images}", "model.dtype=float64", "output.shard_rows=3", "draft=lookup"]
+    keys = ["input.columns={images:images}", "model.dtype=float64", "output.shard_rows=1", "draft=lookup"]
     keys.append("decode.max_new_tokens=24")
     plain = done(model, tmp_path / "plain", rows, *keys)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
