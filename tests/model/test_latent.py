@@ -171,10 +171,11 @@ def test_scales_of_a_checkpoint_or_calibrated_ones_are_refused_for_latents(how: 
 
 
 def test_latents_in_e4m3_change_logits_a_little() -> None:
-    ids = prompts([24], 31)[0]
+    """Those of most tokens: the weights are loud noise, which makes much of a small difference at some."""
+    ids = prompts([96], 31)[0]
     exact, found = (one_pass(latent_target(fp8=fp8), ids)[0] for fp8 in (False, True))
-    error = float((found - exact).norm() / exact.norm())
-    assert 1e-3 < error < 0.25
+    errors = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert 1e-3 < float(errors.median()) < 0.1
 
 
 @pytest.mark.parametrize(
