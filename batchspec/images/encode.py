@@ -8,14 +8,12 @@ import sys
 from base64 import b64encode
 from typing import Any
 
-from batchspec.images.header import BadImage, check_transparency
+from batchspec.images.header import BEGINNINGS, BadImage, check_transparency
 
 HEAD = "data:image/png;base64,"
 """Of a data URL, whose image may have another format."""
 _PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 """Modes that a PNG holds; a TIFF holds most others."""
-_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*")
-"""How the bytes of each format of FORMATS begin."""
 
 
 def is_image(value: Any) -> bool:
@@ -50,7 +48,7 @@ def with_urls(value: Any) -> Any:
     list, are replaced by data URLs."""
     if isinstance(value, list | tuple):
         return [with_urls(one) if isinstance(one, bytes | bytearray) else one for one in value]
-    if isinstance(value, bytes | bytearray) and value.startswith(_BEGINNINGS):
+    if isinstance(value, bytes | bytearray) and value.startswith(BEGINNINGS):
         return data_url(value)
     return value
 

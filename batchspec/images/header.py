@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF")
 """Formats that are read, as Pillow names them. Of a GIF, PNG or WebP with several frames the first is taken."""
+BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n\0", b"RIFF", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
+"""How the bytes of an image of one of these formats begin."""
 MOST_BYTES, MOST_PIXELS = 64 << 20, 89_478_485
 """Limits on an encoded image and on its pixels, before it is decoded. The second is Pillow's own, 256 MB of RGB."""
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)

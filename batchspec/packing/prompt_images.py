@@ -9,7 +9,7 @@ image_count    images of the row's column and the places for them differ in numb
 from __future__ import annotations
 
 import binascii
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from batchspec.data.dataset.image_files import MISSING_IMAGE, ImageFiles
 from batchspec.data.dataset.messages import IMAGE_MARK, IMAGE_PART, FromColumn, Message
 from batchspec.errors import BadRow
 from batchspec.images.encode import HEAD
-from batchspec.images.header import MOST_BYTES, BadImage, read_header
+from batchspec.images.header import BEGINNINGS, MOST_BYTES, BadImage, read_header
 from batchspec.images.pdf import header_of, identity_of
 from batchspec.images.pdf_page import PdfPage
 from batchspec.images.processor import ImageProcessor
@@ -29,8 +29,8 @@ from batchspec.packing.cells import number_option
 from batchspec.records import Ids, ImagePiece
 
 _BASE64 = ";base64,"
-_BASE64_HEADS, _LONG = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD", "SUkq", "TU0AK"), 200
-"""How the base64 of each format of FORMATS begins, and a length that is no path's."""
+_BASE64_HEADS, _LONG = tuple(b64encode(own).decode()[: len(own) * 8 // 6] for own in BEGINNINGS), 200
+"""How the base64 of an image begins, six bits a character, and a length that is no path's."""
 
 
 @dataclass(frozen=True, slots=True)

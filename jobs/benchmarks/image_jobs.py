@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from image_shapes import SHAPES, beside
+from image_shapes import SHAPES, folder_files
 from PIL import Image
 
 from batchspec.bench.image_preparation import HEIGHT, WIDTH, page
@@ -54,7 +54,7 @@ def photo(seed: int, height: int, width: int) -> bytes:
 def write_model(folder: Path, shape: str) -> Path:
     """The folder of a model of this shape, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, own = SHAPES[shape], beside(shape)
+    config, own = SHAPES[shape], folder_files(shape)
     vocab = config["text_config"]["vocab_size"]
     first = vocab - vocab % 64 - 64  # the special tokens are the last ones but for some that no token has
     ids = {text: first + i for i, text in enumerate(own.special)}
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     kind, count = ("pages", given.pages) if given.pages else ("photos", given.photos)
     model = write_model(given.folder / "model", given.shape)
-    size = (HEIGHT, WIDTH) if kind == "pages" else beside(given.shape).photo
+    size = (HEIGHT, WIDTH) if kind == "pages" else folder_files(given.shape).photo
     images = images_of(kind, count, size, given.processes)
     written, tokens = write_input(given.folder / "in.parquet", images, kind, count), image_tokens(model, size)
     print(f"{count} {kind} of {written / count / 1e3:,.0f} kB and {tokens:,} tokens", flush=True)

@@ -1,4 +1,4 @@
-"""The shapes of `image_jobs.py`: config.json of models that read images, and the files beside it."""
+"""The shapes of `image_jobs.py`: config.json of models that read images, and the other files of their folders."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ SHAPES |= {"qwen2.5-vl-7b": _QWEN2_5_VL, "gemma4-26b-a4b": _GEMMA4}
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What the folder of a model has beside config.json."""
+class FolderFiles:
+    """What the folder of a model needs besides its shape, to be read by batchspec and by other engines."""
 
     special: tuple[str, ...]
     """Its special tokens."""
@@ -120,7 +120,8 @@ class Beside:
 
 
 def _chat(begin: str, end: str, image: str, *, first: str = "", answer: str = "assistant") -> str:
-    """A chat template. begin, end: marks of a message; image: what stands for one; answer: the name of who answers."""
+    """A chat template. begin, end: tokens around a message; image: the text that an image is in a prompt; answer: the role of the
+    model's own messages."""
     return (
         f"{first}{{% for message in messages %}}{begin}{{{{ message['role'] }}}}\n"
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -129,7 +130,7 @@ def _chat(begin: str, end: str, image: str, *, first: str = "", answer: str = "a
     )
 
 
-def _qwen(patch: int, least: int, most: int, mean: list[float], std: list[float], model: str, videos: str) -> Beside:
+def _qwen(patch: int, least: int, most: int, mean: list[float], std: list[float], model: str, videos: str) -> FolderFiles:
     """least, most: limits on the pixels of an image; model, videos: beginnings of the names of classes that read images and
     videos."""
     processor = {
@@ -138,7 +139,7 @@ def _qwen(patch: int, least: int, most: int, mean: list[float], std: list[float]
     }
     names = {f"{name}_token": f"<|{name}|>" for name in ("vision_start", "vision_end")}
     names |= {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    return Beside(
+    return FolderFiles(
         special=(
             "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
             "<|image_pad|>", "<|video_pad|>",
@@ -153,7 +154,7 @@ def _qwen(patch: int, least: int, most: int, mean: list[float], std: list[float]
     )
 
 
-def _gemma4() -> Beside:
+def _gemma4() -> FolderFiles:
     """Photos of 640 x 448 become 960 x 672 pixels, the most that its tokens hold; square ones would be 256 tokens."""
     marks = {
         "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
@@ -166,7 +167,7 @@ def _gemma4() -> Beside:
     }
     ids = {f"{key}_id": token for key, token in (marks | usual).items()}
     ids["eoa_token_index"] = ids.pop("eoa_token_id")
-    return Beside(
+    return FolderFiles(
         special=(*usual.values(), "<|turn>", *marks.values(), "<|video|>"),
         ids=ids | {"video_token_id": "<|video|>"},
         names={**usual, "extra_special_tokens": marks},
@@ -191,11 +192,11 @@ def _gemma4() -> Beside:
 
 _HALF = [0.5] * 3
 _QWEN3 = _qwen(16, 65_536, 2_129_920, _HALF, _HALF, "Qwen3VL", "Qwen3VL")
-_BESIDE = {
+_FILES = {
     "qwen3_vl": _QWEN3, "qwen3_5": _QWEN3, "gemma4": _gemma4(),
     "qwen2_5_vl": _qwen(14, 3_136, 1_622_880, [*CLIP_MEAN], [*CLIP_STD], "Qwen2_5_VL", "Qwen2VL"),
 }
 
 
-def beside(shape: str) -> Beside:
-    return _BESIDE[SHAPES[shape]["model_type"]]
+def folder_files(shape: str) -> FolderFiles:
+    return _FILES[SHAPES[shape]["model_type"]]

@@ -61,7 +61,7 @@ def latent_config(latent_dim: int, tile: int, dtype: torch.dtype, card: Card, *,
         config = Config(16, 8, 2, 2)
     elif keys_first(tile, dtype, card):
         # two programs an SM, where their shared memory fits, compute while the other one waits
-        if fp8:  # the block in fp16, of which there is only one at a time, and the queries take 108 KiB
+        if fp8:  # one block, converted to fp16, and the queries take 108 KiB of shared memory
             return Config(64, 4, 1, 2)
         config = Config(64, 4, 2, 2) if width <= 256 else Config(64, 4, 2, 1)
     else:

@@ -65,7 +65,7 @@ def test_a_shape_has_the_weights_of_its_model_and_marks_that_are_single_tokens(
     shape: str, billions: float, read: tuple[int, int], tokens: tuple[int, int], tmp_path: Path
 ) -> None:
     """read, tokens: the size to which a page is resized, and the tokens of a page and of a photo with those around them."""
-    folder, own = image_jobs.write_model(tmp_path, shape), image_jobs.beside(shape)
+    folder, own = image_jobs.write_model(tmp_path, shape), image_jobs.folder_files(shape)
     spec, vision = load_spec(folder), load_vision(folder)
     assert sum(prod(tensor.shape) for tensor in spec.tensors()) / 1e9 == pytest.approx(billions, abs=0.02)
     config, tokenizer = AutoConfig.from_pretrained(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -92,7 +92,7 @@ def test_a_shape_has_as_many_numbers_in_its_weights_as_the_model_that_transforme
 
 @pytest.mark.parametrize("shape", ["qwen3-vl-8b", "qwen2.5-vl-7b", "gemma4-26b-a4b"])
 def test_a_photo_has_as_many_tokens_for_the_image_processor_of_transformers(shape: str, tmp_path: Path) -> None:
-    folder, (height, width) = image_jobs.write_model(tmp_path, shape), image_jobs.beside(shape).photo
+    folder, (height, width) = image_jobs.write_model(tmp_path, shape), image_jobs.folder_files(shape).photo
     image, tokens = Image.new("RGB", (width, height)), image_jobs.image_tokens(folder, (height, width))
     if shape == "gemma4-26b-a4b":
         (found,) = Gemma4ImageProcessorPil.from_pretrained(folder)(image)["num_soft_tokens_per_image"]
