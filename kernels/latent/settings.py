@@ -17,7 +17,7 @@ from batchspec.kernels.common.card import Card
 LINES = 64
 """Lines of a tile on Hopper, whose tensor cores multiply as many at once."""
 FEW_LINES = 32
-"""Lines of a tile up to which keys are the first axis of its scores on Hopper; tiles over latents in e4m3 have no more."""
+"""Lines of a row up to which keys are the first axis of its scores on Hopper."""
 SLICE = 128
 """Columns of a latent that are loaded at once on Hopper: a thread then has the addresses of few keys."""
 CHUNK = 4096
@@ -30,15 +30,15 @@ def latent_tile(lanes: int, dtype: torch.dtype, card: Card, *, fp8: bool = False
     """Number of (query, head) pairs in a program's tile, for a row with `lanes` pairs. fp8: latents are in e4m3."""
     if dtype == torch.float32:  # products without tensor cores
         return 16
-    if card.has_wgmma and lanes > FEW_LINES and not fp8:
+    if card.has_wgmma and (fp8 or lanes > FEW_LINES):
         return LINES
     tile: int = max(16, triton.next_power_of_2(lanes))
     return min(FEW_LINES, tile)
 
 
-def keys_first(tile: int, dtype: torch.dtype, card: Card) -> bool:
+def keys_first(tile: int, dtype: torch.dtype, card: Card, *, fp8: bool = False) -> bool:
     """Whether keys are the first axis of scores (`latent_step.py`)."""
-    return card.has_wgmma and dtype != torch.float32 and tile <= FEW_LINES
+    return card.has_wgmma and dtype != torch.float32 and tile <= FEW_LINES and not fp8
 
 
 def slice_of(width: int, dtype: torch.dtype, card: Card) -> int:
@@ -47,22 +47,19 @@ def slice_of(width: int, dtype: torch.dtype, card: Card) -> int:
 
 
 def latent_config(latent_dim: int, tile: int, dtype: torch.dtype, card: Card, *, fp8: bool = False) -> Config:
-    """Settings for this tile, with as many stages as fit into the card's shared memory; those of Hopper are the fastest measured,
-    except for latents in e4m3, for which no settings have been measured.
+    """Settings for this tile, with as many stages as fit into the card's shared memory; those of Hopper are the fastest measured.
 
     On Hopper the sums of 64 lines and 512 columns take 128 registers of each of 256 threads, and queries 72 of the 227 KiB of
     shared memory: there a block of 64 keys is read while another one is computed. With 32 lines, a warp group is enough.
 
     dtype  of the queries
-    fp8    latents are in e4m3: a block of them is converted before it is multiplied
+    fp8    latents are in e4m3: a block of them is converted to `dtype` before it is multiplied
     """
     width = max(16, triton.next_power_of_2(latent_dim))
     if dtype == torch.float32:
         config = Config(16, 8, 2, 2)
-    elif keys_first(tile, dtype, card):
+    elif keys_first(tile, dtype, card, fp8=fp8):
         # two programs an SM, where their shared memory fits, compute while the other one waits
-        if fp8:  # one block, converted to fp16, and the queries take 108 KiB of shared memory
-            return Config(64, 4, 1, 2)
         config = Config(64, 4, 2, 2) if width <= 256 else Config(64, 4, 2, 1)
     else:
         config = Config(64 if tile == LINES else 32, 8, 4, 1)

@@ -10,8 +10,7 @@ or 32 if a row has no more (`latent_step.py`). The work list is that of verify a
 Bytes: K (R + P) itemsize a row. Operations: 2 L (2 R + P) K, with L lines. With 64 lines of R = 512, P = 64 they are 121 a
 byte in bf16, and an H200 computes 184 in the time of one. 64 rows of 8192 keys take 170 us with 20 lines, 198 with 60: 83 and
 71 % of the time by bytes, and 3 % less if L2 holds the keys: a step's products, softmax and loads wait for each other. 80 lines
-are two tiles, which compute all of it again (366 us, 38 %). Over latents in e4m3 a tile has 32 lines at most, and each tile reads
-and converts the latents of its row.
+are two tiles, which compute all of it again (366 us, 38 %).
 Source: DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1; for the split over keys see `verify_attention.py`.
 """
 
@@ -33,7 +32,6 @@ from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.latent.e4m3_latents import Fp8Latents, check_pages, strides
-from batchspec.kernels.latent.e4m3_operands import narrowed_lines
 from batchspec.kernels.latent.latent_step import attend_latents, load_lines
 from batchspec.kernels.latent.settings import DTYPES, keys_first, latent_config, slice_of
 
@@ -90,8 +88,6 @@ def verify_latents_kernel(
     end = tl.minimum(end, tl.max(position, 0) + 1)
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query without a key in this item does not get NaN
     mass = tl.zeros([BLOCK, TILE] if KEYS == 0 else [TILE, BLOCK], tl.float32)  # of each place in a block: added up at the end
-    if scales is not None:
-        of_latent, of_rope, scale = narrowed_lines(of_latent, of_rope, scale)
     if SINK > 0:
         sinks = tl.load(item + 5)
         for at in tl.range(0, sinks, BLOCK, num_stages=STAGES):
@@ -142,8 +138,8 @@ def verify_latents(
     config      warps and stages other than those of `settings.py`, for measurements
     early       the previous launch has not written work, page_table or positions
 
-    Products and sums in fp32. Weights are rounded to the dtype; of bf16 with latents in e4m3 to fp16. Does not synchronise on a
-    GPU. Raises ValueError for other shapes, dtypes or strides.
+    Products and sums in fp32, weights rounded to the dtype. Does not synchronise on a GPU. Raises ValueError for other shapes,
+    dtypes or strides.
     """
     shape, (num_tokens, num_heads, latent_dim), rope_dim = work.shape, q_latent.shape, q_rope.shape[2]
     num_rows = work.kv_len.shape[0]
@@ -169,7 +165,7 @@ def verify_latents(
         q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), *strides(parts), HEADS=num_heads, LATENT=latent_dim,
         SLICES=width // columns, SLICE=columns, ROPE=rope_dim, ROPE_DIM=max(16, triton.next_power_of_2(rope_dim)),
         PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=shape.tile, BLOCK=shape.block,
-        STAGES=choice.num_stages, KEYS=0 if keys_first(shape.tile, q_latent.dtype, card) else 1,
+        STAGES=choice.num_stages, KEYS=0 if keys_first(shape.tile, q_latent.dtype, card, fp8=fp8) else 1,
         WIDE=not q_latent.is_cuda and q_latent.dtype == torch.bfloat16, INTERPRETED=not q_latent.is_cuda,
         EARLY=early and args["PDL"], num_warps=choice.num_warps, num_stages=choice.num_stages, **args,
     )

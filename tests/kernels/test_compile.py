@@ -119,19 +119,6 @@ def loads_before_it_multiplies(name: str, ttgir: str) -> None:
     assert warps[1] == "4", f"{name}: warps {warps[0]}"
 
 
-def converts_latents_once(name: str, ttgir: str) -> None:
-    """Both products of latent attention over e4m3 read a block from shared memory, where it is written once, by the threads that
-    loaded it."""
-    first = ttgir.index("warp_group_dot")
-    loop = ttgir[ttgir.rindex("scf.for", 0, first) :]
-    before = loop[: loop.index("warp_group_dot")]
-    assert re.search(r"tt\.load .*x!tt\.ptr<i8>", before), name
-    assert "convert_layout" not in before, name
-    operands = re.findall(r"warp_group_dot %.* : (\S+)<.*> \* ", loop[: loop.index("scf.yield")])
-    assert len(operands) > 2, name
-    assert set(operands) == {"!ttg.memdesc"}, f"{name}: {operands}"
-
-
 def copies_8_bytes_at_most(name: str, ptx: str) -> None:
     """Of rows of 120 bytes. Triton 3.6 copied 16 where keys begin at 0, as those of sinks do (`attend_latents`)."""
     found = re.findall(r"cp\.async\.c[ag]\.shared\.global\s*\[[^\]]*\][^,]*,\s*\[[^\]]*\],\s*0x(\w+)", ptx)
@@ -196,8 +183,7 @@ def compile_case(name: str, architecture: int) -> str:
     if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
     if architecture == 90 and kernel == "verify_latents_kernel" and (arguments["TILE"] == 64 or not arguments["KEYS"]):
-        stored = arguments["scales"] is not None
-        (converts_latents_once if stored else loads_before_it_multiplies)(name, compiled.asm["ttgir"])
+        loads_before_it_multiplies(name, compiled.asm["ttgir"])
     if kernel == "short_conv_kernel":
         sums_by_fma_alone(name, compiled.asm["ptx"], arguments)
     if name == latent.NARROW:

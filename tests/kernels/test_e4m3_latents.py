@@ -135,15 +135,14 @@ def attended(case: Attended, pages: Fp8Latents, *, interpret: bool, programs: in
     return replace(case, latents=pages).run(interpret=interpret, programs=programs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # on Hopper keys are the second and the first axis of scores
 @pytest.mark.parametrize(("window", "sink"), [(0, 0), (20, 5)])
 def test_rows_attend_to_the_numbers_that_are_stored(
-    window: int, sink: int, dtype: torch.dtype, interpret: bool, device: torch.device
+    window: int, sink: int, interpret: bool, device: torch.device
 ) -> None:
-    case, pages = in_e4m3(Attended.of(RAGGED, padding=3, window=window, sink=sink, dtype=dtype, block=32, device=device))
+    case, pages = in_e4m3(Attended.of(RAGGED, padding=3, window=window, sink=sink, device=device))
     for programs in (1, 40):
         out = attended(case, pages, interpret=interpret, programs=programs)
-        torch.testing.assert_close(out.double().cpu(), by_hand(case), atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(out.double().cpu(), by_hand(case), atol=1e-5, rtol=0)
         assert not out[5:7].any()  # the dead row
         assert not out[11:].any()  # the padding
 
@@ -160,24 +159,24 @@ def test_heads_sizes_and_dtypes(
     torch.testing.assert_close(out.double().cpu(), by_hand(case), atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("tile", [32, pytest.param(64, marks=pytest.mark.slow)])
-def test_rows_of_several_tiles(tile: int, interpret: bool, device: torch.device) -> None:
-    case, pages = in_e4m3(Attended.of([(13, 90), (1, 20)], heads=6, device=device, block=32, tile=tile))
+@pytest.mark.slow
+def test_tiles_of_64_lines(interpret: bool, device: torch.device) -> None:
+    case, pages = in_e4m3(Attended.of([(13, 90), (1, 20)], heads=6, device=device, block=32))
+    case = replace(case, shape=replace(case.shape, tile=64))
     torch.testing.assert_close(
         attended(case, pages, interpret=interpret, programs=1).double().cpu(), by_hand(case), atol=1e-5, rtol=0
     )
 
 
-def test_on_hopper_tiles_have_32_lines_at_most_with_keys_first_and_settings_fit() -> None:
+def test_tiles_have_64_lines_on_hopper_however_few_a_row_has_and_keys_are_second() -> None:
     hopper, ada = (known_card(name).card for name in ("H200", "L40S"))
-    assert [latent_tile(lanes, torch.bfloat16, card, fp8=True) for card in (hopper, ada) for lanes in (20, 80)] == [32] * 4
-    assert [keys_first(32, torch.bfloat16, card) for card in (hopper, ada)] == [True, False]
+    assert [latent_tile(20, torch.bfloat16, card, fp8=True) for card in (hopper, ada)] == [64, 32]
+    assert [keys_first(32, torch.bfloat16, hopper, fp8=fp8) for fp8 in (False, True)] == [True, False]
     for dim in (256, 512):
-        for tile in (16, 32):
-            config = latent_config(dim, tile, torch.bfloat16, hopper, fp8=True)
-            used = 2 * ((config.block + tile) * (dim + 64) + tile * config.block)
-            assert config.per_sm * (used + 1024) <= hopper.sm_shared_bytes
-            assert config.per_sm * config.num_warps * 32 * 255 <= hopper.sm_registers
+        config = latent_config(dim, 64, torch.bfloat16, hopper, fp8=True)
+        stages, copy = config.num_stages * config.block * (dim + 2 * 64 + 4), 2 * config.block * dim
+        assert config.num_stages > 1
+        assert stages + copy + 2 * 64 * (dim + 64 + config.block) <= hopper.block_shared_bytes
 
 
 def test_each_token_is_read_with_its_own_scale(interpret: bool, device: torch.device) -> None:
@@ -197,49 +196,6 @@ def test_each_token_is_read_with_its_own_scale(interpret: bool, device: torch.de
     out = attended(case, pages, interpret=interpret, programs=1).double().cpu()
     torch.testing.assert_close(out, by_hand(case), atol=1e-5, rtol=0)
     assert float((out - before).abs().max()) > 0.01
-
-
-@pytest.mark.parametrize(("dtype", "exponents"), [(torch.float32, (-60, 60)), (torch.float16, (-14, 13))])
-def test_scales_of_a_row_may_differ_by_any_factor(
-    dtype: torch.dtype, exponents: tuple[int, int], interpret: bool, device: torch.device
-) -> None:
-    """All keys have similar weights, so that a mean is that of its largest latents; one latent is all zeros."""
-    case = Attended.of([(1, 60), (2, 17)], dtype=dtype, device=device)
-    factors = 2.0 ** torch.randint(*exponents, (*case.latents.shape[:2], 1)).to(device)
-    latents = case.latents.clone()
-    latents[..., :24] = (latents[..., :24] * factors).to(dtype).clamp(-6e4, 6e4)
-    latents.flatten(0, 1)[latents.flatten(0, 1).isfinite().all(1).nonzero()[3], :24] = 0.0
-    case, pages = in_e4m3(replace(case, latents=latents, q_latent=torch.zeros_like(case.q_latent)))
-    expected = by_hand(case)
-    for programs in (1, 40):
-        out = attended(case, pages, interpret=interpret, programs=programs).double().cpu()
-        torch.testing.assert_close(out / expected.abs().amax(), expected / expected.abs().amax(), atol=TOLERANCE[dtype], rtol=0)
-
-
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 2.0**20), (torch.float16, 2.0**14)])
-def test_queries_above_the_range_of_fp16_or_near_its_end(
-    dtype: torch.dtype, factor: float, interpret: bool, device: torch.device
-) -> None:
-    case, pages = in_e4m3(Attended.of([(1, 40), (2, 17)], dtype=dtype, device=device))
-    expected = by_hand(case)
-    case = replace(case, q_latent=case.q_latent * factor, q_rope=case.q_rope * factor, scale=case.scale / factor)
-    assert float(case.q_latent.abs().max()) > 2.0**15
-    out = attended(case, pages, interpret=interpret, programs=1).double().cpu()
-    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_draft_that_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
-    dtype: torch.dtype, interpret: bool, device: torch.device
-) -> None:
-    """It is stored as zeros and a rotated part of NaN."""
-    case, pages = in_e4m3(Attended.of([(4, 100), (1, 40)], dtype=dtype, device=device))
-    expected, slot = by_hand(case), (int(case.page_table[0, 98 // PAGE_SIZE]), 98 % PAGE_SIZE)
-    pages.latents[slot], pages.rotated[slot], pages.scales[slot] = 0, NAN, 2.0**-100
-    for programs in (1, 40):
-        out = attended(case, pages, interpret=interpret, programs=programs).double().cpu()
-        assert out.isnan().all(2).all(1).tolist() == [False, False, True, True, False]
-        torch.testing.assert_close(out[[0, 1, 4]], expected[[0, 1, 4]], atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

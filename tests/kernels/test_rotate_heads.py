@@ -47,7 +47,9 @@ def test_heads_are_normed_before_they_are_turned(
     for found in (alone, turned):
         assert torch.equal(found[:, [0, -1]], tokens[:, [0, -1]])
     rotate_heads(alone[:, 1:-1], angles.cos(), angles.sin(), interpret=interpret)
-    assert torch.equal(turned, alone)
+    # of a difference of two products, compilers round one of them or the other: in bf16 that is below its last bit
+    exact = interpret or dtype == torch.bfloat16
+    torch.testing.assert_close(turned, alone, rtol=0.0, atol=0.0 if exact else 4 * torch.finfo(dtype).eps)
 
 
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
