@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("end", type=int)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--workers", type=int, help="processes that share the GPU; on a CPU one")
+    parser.add_argument("--workers", type=int, help="processes that share the GPU; on a CPU, and of ranks, one")
     parser.add_argument("--ranks", type=int, default=1, help="1, 2, 4 or 8 GPUs, or processes on a CPU, compute each case")
     parser.add_argument("--each", type=int, default=GROUP, help=f"cases to run of each group of {GROUP}; fewer run more models")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "batchspec-gpu-jobs", help="models and logs")
@@ -41,7 +41,8 @@ def main() -> int:
     from tests.gpu_jobs.workers import hunt
 
     gpu = torch.cuda.is_available()
-    workers = args.workers or (min(8, max(1, (os.cpu_count() or 2) // 2)) if gpu else 1)
+    many = gpu and args.ranks == 1  # ranks wait for each other on the GPUs, which programs that share them make very slow
+    workers = args.workers or (min(8, max(1, (os.cpu_count() or 2) // 2)) if many else 1)
     cases = [case for case in range(args.first, args.end) if case % GROUP < args.each]
     with args.report.open("w") if args.report else nullcontext() as report:
 
