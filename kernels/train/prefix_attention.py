@@ -22,11 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.common.card import Card, card_of
 from batchspec.kernels.common.checks import FLOATS, check
 
-TILES = {256: (64, 64, 3), 512: (64, 32, 2), 1024: (32, 32, 1)}
+TILES = {256: ((64, 64, 3), (64, 64, 2)), 512: ((64, 32, 2), (32, 32, 2)), 1024: ((32, 32, 1), (16, 16, 1))}
 """Queries and keys of a tile, and stages of a loop, by the most bytes of a head's lanes. The kernels of the gradients hold two
-tiles of queries and two of keys a stage, which must fit the shared memory of a multiprocessor."""
+tiles of queries and two of keys a stage, and the weights: the second tile is for cards with less than LARGE_BYTES of shared
+memory a block (compute capability 8.6, 8.9 and 12)."""
+LARGE_BYTES = 160 << 10
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels read."""
 
@@ -206,16 +209,17 @@ def _check(name: str, q: Tensor, k: Tensor, starts: Tensor, limits: Tensor, lse:
         check(f"{name}: {other}", tensor, tuple(like.shape), q.dtype)
 
 
-def tile_of(head_dim: int, itemsize: int) -> tuple[int, int, int]:
+def tile_of(head_dim: int, itemsize: int, card: Card) -> tuple[int, int, int]:
     """Queries and keys of a tile, and stages of a loop. Raises ValueError for heads that are too large for every tile."""
     row_bytes = _lanes(head_dim) * itemsize
-    found = next((tile for most, tile in TILES.items() if row_bytes <= most), None)
-    if found is None:
+    sizes = next((tiles for most, tiles in TILES.items() if row_bytes <= most), None)
+    if sizes is None:
         raise ValueError(
             f"prefix_attention: head_dim {head_dim} of {itemsize} bytes a value does not fit shared memory; "
             f"supported are at most {max(TILES)} bytes a head: choose a dtype of fewer bytes"
         )
-    return found
+    large, small = sizes
+    return large if card.block_shared_bytes >= LARGE_BYTES else small
 
 
 def runs_on_gpu(head_dim: int, dtype: torch.dtype) -> bool:
@@ -229,7 +233,7 @@ def _lanes(head_dim: int) -> int:
 
 
 def _launch_args(q: Tensor, k: Tensor) -> dict[str, int]:
-    queries, keys, stages = tile_of(q.shape[2], q.element_size())
+    queries, keys, stages = tile_of(q.shape[2], q.element_size(), card_of(q.device))
     return {
         "HEADS": q.shape[1], "KEY_HEADS": k.shape[2], "D": q.shape[2], "LANES": _lanes(q.shape[2]), "QUERIES": queries,
         "KEYS": keys, "num_warps": 4, "num_stages": stages,

@@ -1,7 +1,8 @@
 """Whole jobs on two GPUs in which one rank is lost, hangs, has too little memory or no weights: exit code, message, resumption.
 
 Two jobs run at a time (in one process: `-n 0`): kernels of ranks wait for each other on the GPUs, so that more jobs that share
-them do not end in time (eleven at a time did not in 100 s). Processes on a CPU have the same cases in tests/cluster/test_group_jobs.py.
+them do not end in time (eleven at a time did not in 100 s). Processes on a CPU have the same cases in
+tests/cluster/test_group_jobs.py.
 """
 
 from __future__ import annotations

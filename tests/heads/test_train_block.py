@@ -23,6 +23,7 @@ from batchspec.heads.block_network import BlockNetwork
 from batchspec.heads.data import read_rows
 from batchspec.heads.evaluate import acceptance
 from batchspec.heads.teacher import Teacher
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.train.prefix_attention import runs_on_gpu, tile_of
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
@@ -183,7 +184,7 @@ def test_kernels_and_what_is_refused_for_them_agree() -> None:
     sizes = [(size, dtype) for size in (64, 256, 257, 512, 513) for dtype in (torch.float32, torch.bfloat16)]
     for size, dtype in sizes:
         with nullcontext() if runs_on_gpu(size, dtype) else pytest.raises(ValueError, match="does not fit shared memory"):
-            tile_of(size, dtype.itemsize)
+            tile_of(size, dtype.itemsize, INTERPRETER)
     assert [size for size, dtype in sizes if not runs_on_gpu(size, dtype)] == [257, 512, 513, 513]
 
 

@@ -191,8 +191,8 @@ def compile_case(name: str, architecture: int) -> str:
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
     if kernel in RECURRENT and arguments["state"] == "*bf16":
         assert_rounds_to_the_bit(compiled.asm["ttgir"])
-        alone = compiled.asm["ptx"].count("cvt.rn.bf16.f32")  # a state's numbers of a thread are 64; outputs are few
-        assert alone < 16, f"{name}: {alone} numbers are rounded one by one, at a sixteenth of the rate"
+        pairs = compiled.asm["ptx"].count("cvt.rn.bf16x2.f32")
+        assert pairs >= 32, f"{name}: numbers of the state are rounded one by one, at a sixteenth of the rate"
     if unpacks:
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
     if in_tiles and architecture == 90:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.kernels.train import prefix_attention as module
 from batchspec.kernels.train.prefix_attention import prefix_attention, prefix_attention_backward, tile_of
+from tests.kernels.architectures import card_for
 
 SCALE = 0.3
 NAN = float("nan")
@@ -52,8 +54,13 @@ def most(case: Case) -> int:
     return max(map(len, case[4]))
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["", "small tiles"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:4]))
-def test_output_and_gradients_are_those_of_the_definition(case: Case, interpret: bool, device: torch.device) -> None:
+def test_output_and_gradients_are_those_of_the_definition(
+    case: Case, small: bool, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small:
+        monkeypatch.setattr(module, "LARGE_BYTES", 1 << 31)
     given = drawn(case, device)
     grad, (q, k, v) = given.pop("grad"), (given[name] for name in "qkv")
     out, lse = torch.full_like(q, NAN), torch.full(q.shape[:2], NAN, device=device)
@@ -114,7 +121,9 @@ def test_arguments_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 def test_tiles_are_smaller_for_wider_heads_and_there_is_none_for_the_widest() -> None:
     """What is compiled for each is in tests/kernels/compile_cases/train.py."""
-    assert [tile_of(size, 2) for size in (64, 128, 256, 512)] == [(64, 64, 3), (64, 64, 3), (64, 32, 2), (32, 32, 1)]
-    assert [tile_of(size, 4) for size in (64, 80, 256)] == [(64, 64, 3), (64, 32, 2), (32, 32, 1)]
+    large, small = card_for(90), card_for(89)
+    assert [tile_of(size, 2, large) for size in (64, 128, 256, 512)] == [(64, 64, 3), (64, 64, 3), (64, 32, 2), (32, 32, 1)]
+    assert [tile_of(size, 4, large) for size in (64, 80, 256)] == [(64, 64, 3), (64, 32, 2), (32, 32, 1)]
+    assert [tile_of(size, 2, small) for size in (64, 256, 512)] == [(64, 64, 2), (32, 32, 2), (16, 16, 1)]
     with pytest.raises(ValueError, match=r"head_dim 257 of 4 bytes a value does not fit .*; supported are at most 1024"):
-        tile_of(257, 4)
+        tile_of(257, 4, large)

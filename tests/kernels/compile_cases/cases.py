@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchspec.kernels.common.card import Card
+from batchspec.kernels.train.prefix_attention import tile_of
 
 KERNELS = Path(__file__).parents[3] / "kernels"
 I32, I64, PI32, PI64, PF32 = "i32", "i64", "*i32", "*i64", "*fp32"
@@ -70,7 +71,11 @@ class Case(NamedTuple):
             own = {name: pointer(kind) if isinstance(kind, str) else kind for name, kind in own.items()}
             own |= {"TMA": False} if "TMA" in own else {}
         own |= {"EARLY": own["EARLY"] and card.overlaps_launches} if "EARLY" in own else {}
-        return self._replace(arguments=own)
+        stages = self.stages
+        if self.module == "prefix_attention":
+            size, itemsize = int(str(own["D"])), 4 if own["q"] == PF32 else 2
+            own["QUERIES"], own["KEYS"], stages = tile_of(size, itemsize, card)
+        return self._replace(arguments=own, stages=stages)
 
 
 class Cases(dict[str, Case]):

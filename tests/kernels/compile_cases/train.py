@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.train.prefix_attention import tile_of
 from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
@@ -76,6 +77,6 @@ for _dtype, _bytes, _sizes in (("bf16", 2, (64, 128, 256, 512)), ("fp16", 2, (64
         ("prefix_keys_backward", {**_backward, "out_k": _values, "out_v": _values}),
     ):
         for _size in _sizes:
-            _queries, _keys, _stages = tile_of(_size, _bytes)
+            _queries, _keys, _stages = tile_of(_size, _bytes, INTERPRETER)  # `Case.on` has those of other cards
             case(f"{_name}_kernel {_dtype}, {_size} wide", "prefix_attention", 4, stages=_stages, **_prefix, **_own, scale="fp32",
                  HEADS=9, KEY_HEADS=3, D=_size, LANES=_size, QUERIES=_queries, KEYS=_keys)
