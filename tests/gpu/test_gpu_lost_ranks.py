@@ -136,10 +136,11 @@ def lose(name: str, folder: Path) -> tuple[int, str, list[int]]:
     return -1 if code is None else code, log.read_text(errors="replace"), left
 
 
-def resume(folder: Path, name: str) -> None:
+def finish(folder: Path, name: str) -> int:
+    """The exit code of the job NAME, which nothing happens to; what it says is in NAME.again."""
     process = start(words(folder, folder / name, "packing.memory_gb=1"), folder / f"{name}.again")
     try:
-        process.wait(END_S)
+        return process.wait(END_S)
     finally:
         process.kill()
 
@@ -181,18 +182,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lost(folder: Path) -> dict[str, tuple[int, str, list[int]]]:
     """What became of all jobs. All that end have been resumed since, and there is one that nothing happened to: "whole". It runs
     first, so that the others find its compiled kernels."""
-    whole = start(words(folder, folder / "whole", "packing.memory_gb=1"), folder / "whole.log")
-    try:
-        assert whole.wait(END_S) == 0, (folder / "whole.log").read_text()
-    finally:
-        whole.kill()
+    assert finish(folder, "whole") == 0, (folder / "whole.again").read_text()
     with ThreadPoolExecutor(TOGETHER) as pool:
         found = {name: pool.submit(lose, name, folder) for name, loss in LOSSES.items() if not loss.held}
         ended = {name: each.result() for name, each in found.items()}
         with other_program():
             found = {name: pool.submit(lose, name, folder) for name, loss in LOSSES.items() if loss.held}
             ended |= {name: each.result() for name, each in found.items()}
-        list(pool.map(partial(resume, folder), LOSSES))
+        list(pool.map(partial(finish, folder), LOSSES))
     return ended
 
 

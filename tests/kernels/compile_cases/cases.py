@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchspec.kernels.common.card import Card
-from batchspec.kernels.train.prefix_attention import tile_of
 
 KERNELS = Path(__file__).parents[3] / "kernels"
 I32, I64, PI32, PI64, PF32 = "i32", "i64", "*i32", "*i64", "*fp32"
@@ -43,6 +43,9 @@ def _usual(argument: str) -> str:
     return USUAL.get(argument, I32)
 
 
+OfCard = Callable[[Card], tuple[dict[str, object], int]]
+
+
 class Case(NamedTuple):
     """A kernel with one set of constants and types."""
 
@@ -58,6 +61,8 @@ class Case(NamedTuple):
     """Whether pointers and strides are multiples of 16, as in launches: only such loads are pipelined, and take shared memory."""
     registers: int | None = None
     """The most of a thread, if the launch limits them."""
+    of_card: OfCard | None = None
+    """Those of the constants, and the stages, that depend on the card."""
 
     def on(self, card: Card) -> Case | None:
         """The case as it is launched on a card: where it has no loads by descriptor, by pointers. None: not launched there."""
@@ -66,15 +71,14 @@ class Case(NamedTuple):
         ordered, direct = self.module in ORDERED, self.module == "four_bit_direct"
         if (e4m3 and not card.has_e4m3) or (ordered and not card.has_same_bits_in_all_tiles) or (direct and not card.has_wgmma):
             return None
-        own = dict(self.arguments)
+        own, stages = dict(self.arguments), self.stages
+        if self.of_card is not None:
+            constants, stages = self.of_card(card)
+            own |= constants
         if not card.has_tma:
             own = {name: pointer(kind) if isinstance(kind, str) else kind for name, kind in own.items()}
             own |= {"TMA": False} if "TMA" in own else {}
         own |= {"EARLY": own["EARLY"] and card.overlaps_launches} if "EARLY" in own else {}
-        stages = self.stages
-        if self.module == "prefix_attention":
-            size, itemsize = int(str(own["D"])), 4 if own["q"] == PF32 else 2
-            own["QUERIES"], own["KEYS"], stages = tile_of(size, itemsize, card)
         return self._replace(arguments=own, stages=stages)
 
 
@@ -88,7 +92,8 @@ class Cases(dict[str, Case]):
         """Those whose branches other cases reach: they are compiled with -m slow alone."""
 
     def add(
-        self, name: str, module: str, warps: int, *, stages: Any = None, registers: Any = None, **arguments: object
+        self, name: str, module: str, warps: int, *, stages: Any = None, registers: Any = None, of_card: Any = None,
+        **arguments: object,
     ) -> None:
         """A case of the kernel that `name` begins with, in kernels/PACKAGE/`module`.py. Arguments that are not given have their
         usual types; whether it overlaps launches (PDL) depends on the card."""
@@ -97,7 +102,7 @@ class Cases(dict[str, Case]):
         own = [each for each in _arguments(self.package, module)[kernel] if each in arguments or each != "PDL"]
         assert arguments.keys() <= set(own), f"{name} has no {arguments.keys() - set(own)}"
         in_order = {each: arguments[each] if each in arguments else _usual(each) for each in own}
-        self[name] = Case(self.package, module, kernel, warps, in_order, stages or 3, stages is not None, registers)
+        self[name] = Case(self.package, module, kernel, warps, in_order, stages or 3, stages is not None, registers, of_card)
 
 
 ORDERED = ("ordered", "ordered_attention", "ordered_prefill")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from batchspec.kernels.common.card import INTERPRETER
+from functools import partial
+
+from batchspec.kernels.common.card import INTERPRETER, Card
 from batchspec.kernels.train.prefix_attention import tile_of
 from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
 
 CASES = Cases("train")
 case = CASES.add
+
+
+def prefix_tile(head_dim: int, itemsize: int, card: Card) -> tuple[dict[str, object], int]:
+    queries, keys, stages = tile_of(head_dim, itemsize, card)
+    return {"QUERIES": queries, "KEYS": keys}, stages
+
 
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
@@ -77,6 +85,7 @@ for _dtype, _bytes, _sizes in (("bf16", 2, (64, 128, 256, 512)), ("fp16", 2, (64
         ("prefix_keys_backward", {**_backward, "out_k": _values, "out_v": _values}),
     ):
         for _size in _sizes:
-            _queries, _keys, _stages = tile_of(_size, _bytes, INTERPRETER)  # `Case.on` has those of other cards
-            case(f"{_name}_kernel {_dtype}, {_size} wide", "prefix_attention", 4, stages=_stages, **_prefix, **_own, scale="fp32",
-                 HEADS=9, KEY_HEADS=3, D=_size, LANES=_size, QUERIES=_queries, KEYS=_keys)
+            _of_card = partial(prefix_tile, _size, _bytes)
+            _constants, _stages = _of_card(INTERPRETER)
+            case(f"{_name}_kernel {_dtype}, {_size} wide", "prefix_attention", 4, stages=_stages, of_card=_of_card, **_prefix,
+                 **_own, scale="fp32", HEADS=9, KEY_HEADS=3, D=_size, LANES=_size, **_constants)
