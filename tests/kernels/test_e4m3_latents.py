@@ -135,14 +135,15 @@ def attended(case: Attended, pages: Fp8Latents, *, interpret: bool, programs: in
     return replace(case, latents=pages).run(interpret=interpret, programs=programs)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("window", "sink"), [(0, 0), (20, 5)])
 def test_rows_attend_to_the_numbers_that_are_stored(
-    window: int, sink: int, interpret: bool, device: torch.device
+    window: int, sink: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
-    case, pages = in_e4m3(Attended.of(RAGGED, padding=3, window=window, sink=sink, device=device))
+    case, pages = in_e4m3(Attended.of(RAGGED, padding=3, window=window, sink=sink, dtype=dtype, device=device))
     for programs in (1, 40):
         out = attended(case, pages, interpret=interpret, programs=programs)
-        torch.testing.assert_close(out.double().cpu(), by_hand(case), atol=1e-5, rtol=0)
+        torch.testing.assert_close(out.double().cpu(), by_hand(case), atol=TOLERANCE[dtype], rtol=0)
         assert not out[5:7].any()  # the dead row
         assert not out[11:].any()  # the padding
 
@@ -196,6 +197,49 @@ def test_each_token_is_read_with_its_own_scale(interpret: bool, device: torch.de
     out = attended(case, pages, interpret=interpret, programs=1).double().cpu()
     torch.testing.assert_close(out, by_hand(case), atol=1e-5, rtol=0)
     assert float((out - before).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(("dtype", "exponents"), [(torch.float32, (-60, 60)), (torch.float16, (-14, 13))])
+def test_scales_of_a_row_may_differ_by_any_factor(
+    dtype: torch.dtype, exponents: tuple[int, int], interpret: bool, device: torch.device
+) -> None:
+    """All keys have similar weights, so that a mean is that of its largest latents; one latent is all zeros."""
+    case = Attended.of([(1, 60), (2, 17)], dtype=dtype, device=device)
+    factors = 2.0 ** torch.randint(*exponents, (*case.latents.shape[:2], 1)).to(device)
+    latents = case.latents.clone()
+    latents[..., :24] = (latents[..., :24] * factors).to(dtype).clamp(-6e4, 6e4)
+    latents.flatten(0, 1)[latents.flatten(0, 1).isfinite().all(1).nonzero()[3], :24] = 0.0
+    case, pages = in_e4m3(replace(case, latents=latents, q_latent=torch.zeros_like(case.q_latent)))
+    expected = by_hand(case)
+    for programs in (1, 40):
+        out = attended(case, pages, interpret=interpret, programs=programs).double().cpu()
+        torch.testing.assert_close(out / expected.abs().amax(), expected / expected.abs().amax(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 2.0**20), (torch.float16, 2.0**14)])
+def test_queries_above_the_range_of_fp16_or_near_its_end(
+    dtype: torch.dtype, factor: float, interpret: bool, device: torch.device
+) -> None:
+    case, pages = in_e4m3(Attended.of([(1, 40), (2, 17)], dtype=dtype, device=device))
+    expected = by_hand(case)
+    case = replace(case, q_latent=case.q_latent * factor, q_rope=case.q_rope * factor, scale=case.scale / factor)
+    assert float(case.q_latent.abs().max()) > 2.0**15
+    out = attended(case, pages, interpret=interpret, programs=1).double().cpu()
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_draft_that_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
+    dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    """It is stored as zeros and a rotated part of NaN."""
+    case, pages = in_e4m3(Attended.of([(4, 100), (1, 40)], dtype=dtype, device=device))
+    expected, slot = by_hand(case), (int(case.page_table[0, 98 // PAGE_SIZE]), 98 % PAGE_SIZE)
+    pages.latents[slot], pages.rotated[slot], pages.scales[slot] = 0, NAN, 2.0**-100
+    for programs in (1, 40):
+        out = attended(case, pages, interpret=interpret, programs=programs).double().cpu()
+        assert out.isnan().all(2).all(1).tolist() == [False, False, True, True, False]
+        torch.testing.assert_close(out[[0, 1, 4]], expected[[0, 1, 4]], atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
