@@ -143,7 +143,7 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 def relu_squared(up: Tensor) -> Tensor:
     """relu(up)^2, of the same shape. In place, but not in training."""
-    return F.relu(up).square() if up.requires_grad else up.relu_().square_()
+    return F.relu(up).square() if up.requires_grad else activation.relu_squared_(up)
 
 
 def sigmoid_gated(values: Tensor, gate: Tensor) -> Tensor:

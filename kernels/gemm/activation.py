@@ -1,10 +1,12 @@
-"""The gate of a gated MLP: out = round(act(gate)) * up of a fused product gate_up [T, 2 * I] (Shazeer 2020, arXiv 2002.05202).
+"""What comes between the two products of an MLP. With a gate, out = round(act(gate)) * up of a fused product gate_up [T, 2 * I]
+(Shazeer 2020, arXiv 2002.05202); without one, out = relu(up)^2, in place (So et al. 2021, arXiv 2109.08668).
 
     silu(x)      = x / (1 + exp(-x))
     gelu_tanh(x) = x / (1 + exp(-2u)),  u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x (1 + tanh(u)) / 2 (arXiv 1606.08415)
 
 In fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as in plain torch.
-Bound by memory at prefill sizes (bytes: 3 * T * I * itemsize), by launch latency at decode sizes.
+Bound by memory at prefill sizes (bytes: 3 * T * I * itemsize, without a gate 2 * T * I * itemsize), by launch latency at decode
+sizes.
 """
 
 from __future__ import annotations
@@ -71,6 +73,34 @@ def gelu_tanh_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) 
         gelu_tanh_and_mul_reference(gate_up, out=out)
     else:
         _launch(gate_up, out, gelu=GELU_SLOPE)
+
+
+@triton.jit
+def relu_squared_kernel(up, num_values, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr):
+    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = lane < num_values
+    await_earlier(PDL)
+    positive = tl.load(up + lane, mask=exists, other=0.0).to(ACC)
+    positive = tl.where(positive < 0, 0.0, positive)  # NaN stays
+    tl.store(up + lane, positive * positive, mask=exists)
+
+
+def relu_squared_(up: Tensor, *, interpret: bool = False) -> Tensor:
+    """Replace each number by relu(x)^2, and return the tensor.
+
+    up  fp32, bf16, fp16 or fp64 [T, I], contiguous
+
+    Does not synchronise on a GPU. Raises ValueError for other dtypes or strides.
+    """
+    check("relu_squared_: up", up, tuple(up.shape), *FLOATS)
+    if not (up.is_cuda or interpret):
+        return up.relu_().square_()
+    if up.numel():
+        relu_squared_kernel[(triton.cdiv(up.numel(), BLOCK),)](
+            up, up.numel(), BLOCK=BLOCK, ACC=tl.float64 if up.dtype == torch.float64 else tl.float32,
+            num_warps=BLOCK // (32 * VALUES_PER_THREAD), **launch_args(up),
+        )
+    return up
 
 
 def _check(name: str, gate_up: Tensor, out: Tensor) -> None:

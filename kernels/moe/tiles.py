@@ -113,7 +113,7 @@ MXFP4_PAIRS = (16, 32, 48, 64, 96, 128)
 """Numbers of pairs that units of MXFP4 products may have."""
 MXFP4_REGISTERS = {32: 128, 64: 168}
 """The limit of registers of their tiles, by the number of pairs."""
-GATHERED_PAIRS = {torch.bfloat16: 64, torch.float32: 64, torch.float8_e4m3fn: 32}
+GATHERED_PAIRS = {torch.bfloat16: 32, torch.float32: 32, torch.float8_e4m3fn: 32}
 """Maximum number of pairs of a unit at which programs gather rows, by dtype of the weights. Only tests use fp32."""
 MANY_EXPERT_PAIRS = 256
 """Mean number of pairs per expert from which units of INT4 and NVFP4 products have 128 pairs."""
@@ -178,11 +178,10 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
         joined = unit_pairs > 64
         return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined)
     if unit_pairs == 16:
-        return ExpertTile(unit_pairs, 64, 128, 3, 4)
-    low = 16 if unit_pairs <= 64 else 32
-    if gated and unit_pairs <= 64:
-        return ExpertTile(unit_pairs, 64, 64, 4, 4, low=low)
-    return ExpertTile(unit_pairs, 128, 64, 4, 8, low=low) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, low=low)
+        return ExpertTile(unit_pairs, 64, 128, 3, 4, group=1)
+    if unit_pairs <= 64:
+        return ExpertTile(unit_pairs, 64, 64, 4, 4, group=1) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, group=1)
+    return ExpertTile(unit_pairs, 128, 64, 4, 8, low=32) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, low=32)
 
 
 # Values of (block_n, block_k, stages, warps) worth timing.

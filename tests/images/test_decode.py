@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from PIL.ImageFile import ImageFile
 from transformers import Qwen2VLImageProcessorPil
 
-from batchspec.images.decode import decode
+from batchspec.images.decode import decode, opaque
 from batchspec.images.encode import encode, is_image
 from batchspec.images.header import MOST_BYTES, SUBFILE, BadImage, read_header
 from batchspec.images.processor import Fit
@@ -65,6 +65,22 @@ def test_pixels_are_those_of_transformers_bit_for_bit(data: Any, height: int, wi
     format = data.draw(st.sampled_from(sorted(FORMATS)))
     encoded = made(data.draw(st.sampled_from(FORMATS[format])), format, height, width, seed, turn)
     assert torch.equal(ours(encoded), theirs(encoded))
+
+
+@pytest.mark.parametrize(
+    ("format", "coloured"), [("PNG", None), ("TIFF", None), ("JPEG", None), ("PNG", (0, 0)), ("TIFF", (0, 60)), ("PNG", (57, 33))]
+)
+def test_grey_pixels_in_mode_rgb_are_those_of_transformers_whether_or_not_one_has_a_colour(
+    format: str, coloured: tuple[int, int] | None
+) -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (58, 61, 1), dtype=np.uint8)
+    pixels, out = grey.repeat(3, 2), io.BytesIO()
+    if coloured is not None:
+        pixels[coloured] ^= np.array([0, 0, 128], np.uint8)
+    Image.fromarray(pixels, "RGB").save(out, format)
+    own, patches = opaque(Image.open(io.BytesIO(out.getvalue()))), ours(out.getvalue())
+    assert own.mode == ("L" if coloured is None else "RGB")
+    assert torch.equal(patches, theirs(out.getvalue()))
 
 
 @settings(max_examples=60)

@@ -1,4 +1,4 @@
-"""activation: silu of the first half of each row times its second half."""
+"""activation: silu or gelu of the first half of each row times its second half, and the square of what is positive."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from batchspec.kernels.gemm.activation import (
     BLOCK,
     gelu_tanh_and_mul,
     gelu_tanh_and_mul_reference,
+    relu_squared_,
     silu_and_mul,
     silu_and_mul_reference,
 )
@@ -47,6 +48,22 @@ def test_the_gelu_s_gate_times_up(dtype: torch.dtype, interpret: bool, device: t
     exact = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     for found in (out, reference):
         torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, BLOCK - 5)])
+def test_without_a_gate_it_squares_what_is_positive(
+    shape: tuple[int, int], dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    up = (torch.randn(shape, device=device) * 3).to(dtype)
+    exact = up.double().clamp(min=0).square()
+    assert relu_squared_(up, interpret=interpret) is up
+    torch.testing.assert_close(up.double(), exact, rtol=TOLERANCE[dtype], atol=2**-24)
+
+
+def test_of_what_is_not_finite_nothing_is_hidden(interpret: bool, device: torch.device) -> None:
+    found = relu_squared_(torch.tensor([[NAN, float("inf"), -float("inf"), -0.0]], device=device), interpret=interpret)
+    torch.testing.assert_close(found.cpu(), torch.tensor([[NAN, float("inf"), 0.0, 0.0]]), equal_nan=True)
 
 
 def test_a_closed_gate_is_zero_and_an_open_one_lets_through(interpret: bool, device: torch.device) -> None:

@@ -43,6 +43,8 @@ def test_bits_do_not_depend_on_the_number_of_tokens(
     few = router_logits(x, weight, interpret=True)
     monkeypatch.setattr(router, "FEW_TILES", 0)
     assert torch.equal(router_logits(x, weight, interpret=True), few)
+    monkeypatch.setattr(router, "ONE_WAVE", 0)
+    assert torch.equal(router_logits(x, weight, interpret=True), few)
     assert not torch.equal(few.double(), x.double() @ weight.double().T)
 
 

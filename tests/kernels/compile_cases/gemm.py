@@ -13,6 +13,7 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     for _gelu in (0.0, 1.6):
         case(f"silu_and_mul_kernel {_dtype}, gelu {_gelu}", "activation", 8, gate_up=_values, out=_values, WIDTH=14336,
              BLOCK=2048, GELU=_gelu, ACC=_acc)
+    case(f"relu_squared_kernel {_dtype}", "activation", 8, up=_values, num_values=I32, BLOCK=2048, ACC=_acc)
 for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
     ("linear", "bf16", True, 128, 256, 8, False, True), ("linear", "bf16", True, 128, 256, 8, True, True),
     ("linear", "bf16", False, 64, 128, 4, True, False), ("linear", "fp32", False, 32, 64, 4, True, True),

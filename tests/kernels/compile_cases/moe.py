@@ -7,10 +7,12 @@ from tests.kernels.compile_cases.cases import I32, PF32, PI32, Cases
 CASES = Cases("moe")
 case = CASES.add
 
-for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
-    case(f"router_kernel fp32 {_wide}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None, out=PF32,
-         rounds=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, PARTS=8, PART_K=32 if _wide else 64, FEW=not _wide,
-         WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)
+for _wide, _few, _t, _e, _warps in (
+    (False, True, 16, 16, 8), (False, False, 32, 32, 2), (False, False, 32, 64, 4), (True, False, 32, 64, 4)
+):
+    case(f"router_kernel fp32 {_wide}, {_t} x {_e}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None,
+         out=PF32, rounds=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, PARTS=8, PART_K=32 if _wide else 64, FEW=_few,
+         WIDE=_wide, AHEAD=_few, INTERPRETED=False)
 for _groups, _best, _factor in ((1, 1, 1.0), (8, 4, 2.5)):
     case(f"route_kernel {_groups} groups", "route", 1, logits=PF32, bias=PF32, factors=None, live=None, out_weights=PF32,
          NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, SUM_EPS=0.0 if _groups > 1 else 1e-6, SCALE=_factor, GROUPS=_groups,
