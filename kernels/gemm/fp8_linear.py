@@ -25,7 +25,19 @@ from batchspec.kernels.gemm.split_k import MAX_TILES, counters, join_parts
 from batchspec.kernels.moe.blocks import add_bias_and_gate, store_rows
 from batchspec.kernels.moe.fp8_steps import apply_row_scales, fp8_product_reference, sum_blocks
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows
-from batchspec.kernels.moe.units import place_of
+
+
+@triton.jit
+def place_of(tile, num_blocks, num_columns, GROUP: tl.constexpr):
+    """The block of tokens of a tile of the output, and its column.
+
+    Tiles run in this order: groups of GROUP blocks of tokens; in a group, columns; in a column, the group's blocks. So
+    neighbouring programs read the same weights, and the tokens of a group stay in the L2 cache.
+    """
+    first = tile // (GROUP * num_columns) * GROUP
+    width = tl.minimum(num_blocks - first, GROUP)
+    within = tile % (GROUP * num_columns)
+    return first + within % width, within // width
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "split"])

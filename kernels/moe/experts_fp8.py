@@ -93,12 +93,12 @@ def multiply(
         tl.store(out_scales + tile.to(tl.int64) * num_rows + (begin + lane)[None, :], scales, mask=(lane < count)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_units", "x_rows", "num_rows"])
+@triton.jit(do_not_specialize=["x_rows", "num_rows"])
 def experts_fp8_kernel(
-    x16, x32, x64, x128, x256, x_scales, w, w_scales, bias, pairs, units, out, out_scales, num_units, x_rows, num_rows, n,
+    x16, x32, x64, x128, x256, x_scales, w, w_scales, bias, pairs, units, offsets, out, out_scales, x_rows, num_rows, n,
     k, scale_stride,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
-    TURNED: tl.constexpr, LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TURNED: tl.constexpr, LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, TOP_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -109,11 +109,8 @@ def experts_fp8_kernel(
     scale_stride: 1 if each row of W has a scale, 0 if an expert has one. It is not read with block scales.
     """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else tl.float8e4nv
-    unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
-    expert = tl.load(units + unit * 4)
-    begin = tl.load(units + unit * 4 + 1)
-    count = tl.load(units + unit * 4 + 2)
+    expert, begin, count, tile = program_place(units, offsets, tl.cdiv(n, BLOCK_N), BLOCK_T)
     blocks = (x16, x32, x64, x128, x256)
     for step in tl.static_range(5):  # unrolled
         if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
@@ -217,20 +214,19 @@ def launch(
     if bias is not None:
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
     check_launch(kernel, routing, tile, num_experts)
-    num_units = len(routing.units)
-    if not num_units:
+    if not len(routing.units):
         return
     tma = tile.tma and x.values.data_ptr() % 16 == 0 and weight.values.data_ptr() % 16 == 0 and k % 16 == 0
     flat = weight.values.view(num_experts * w_rows, k)
-    grid = (num_units * triton.cdiv(n, tile.block_n),)
+    grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(experts_fp8_kernel.warmup, grid=grid) if compile_only else experts_fp8_kernel[grid]
     start(
         *blocks_of(x.values, tile, tma and not by_token), x.scales,
         TensorDescriptor.from_tensor(flat, [half, GROUP]) if tma else flat,
-        weight.scales, bias, routing.pairs, routing.units, out, out_scales, num_units, x_rows, num_rows, n, k,
+        weight.scales, bias, routing.pairs, routing.units, routing.offsets, out, out_scales, x_rows, num_rows, n, k,
         int(weight.scales.dim() == 2), SCATTER=gate is None, GATED=gated,
         LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, BLOCKED=blocked, TURNED=tile.turned, LOW=tile.low,
-        BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TOP_K=top_k, EVEN_K=k % GROUP == 0,
+        BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, TMA=tma, TOP_K=top_k, EVEN_K=k % GROUP == 0,
         STAGES=tile.stages, INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         **launch_args(out),
     )

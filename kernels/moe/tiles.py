@@ -35,8 +35,6 @@ class ExpertTile(NamedTuple):
     """4 or 8."""
     tma: bool = True
     """Load weights and tokens by TMA descriptor; False: by pointers. MXFP4 weights never are."""
-    group: int = 8
-    """Number of consecutive units that run all their tiles before the next units begin, so that tokens stay in the L2 cache."""
     low: int = 16
     """The narrowest tile over pairs, one of `heights` up to block_t. A unit uses the narrowest one that holds its pairs."""
     joined: bool = False
@@ -178,10 +176,11 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
         joined = unit_pairs > 64
         return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined)
     if unit_pairs == 16:
-        return ExpertTile(unit_pairs, 64, 128, 3, 4, group=1)
-    if unit_pairs <= 64:
-        return ExpertTile(unit_pairs, 64, 64, 4, 4, group=1) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, group=1)
-    return ExpertTile(unit_pairs, 128, 64, 4, 8, low=32) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, low=32)
+        return ExpertTile(unit_pairs, 64, 128, 3, 4)
+    low = 16 if unit_pairs <= 64 else 32
+    if gated and unit_pairs <= 64:
+        return ExpertTile(unit_pairs, 64, 64, 4, 4, low=low)
+    return ExpertTile(unit_pairs, 128, 64, 4, 8, low=low) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, low=low)
 
 
 # Values of (block_n, block_k, stages, warps) worth timing.

@@ -65,22 +65,22 @@ def check_routing(kernel: str, routing: Routing, num_tokens: int, num_experts: i
 
 
 @triton.jit
-def program_place(num_units, num_tiles, GROUP: tl.constexpr):
-    """The unit of this program and its tile of rows of W."""
-    return place_of(tl.program_id(0), num_units, num_tiles, GROUP)
+def program_place(units, offsets, num_tiles, UNIT_PAIRS: tl.constexpr):
+    """This program's expert, the first of its unit's pairs in the list and their number, and its tile of rows of W.
 
-
-@triton.jit
-def place_of(program, num_units, num_tiles, GROUP: tl.constexpr):
-    """The same for any program.
-
-    Programs run in this order: groups of GROUP units; in a group, tiles; for a tile, the group's units. So neighbouring programs
-    with units of one expert read the same weights, and the tokens of a group stay in the L2 cache.
+    Experts follow each other in the order of their units. The programs of an expert run tile by tile; for a tile, unit by unit.
+    So neighbouring programs read the same rows of W, and an expert's tokens stay in the L2 cache until its last tile.
     """
-    first = program // (GROUP * num_tiles) * GROUP
-    width = tl.minimum(num_units - first, GROUP)
-    within = program % (GROUP * num_tiles)
-    return first + within % width, within // width
+    program = tl.program_id(0)
+    unit = units + program // num_tiles * 4
+    expert, begin, count = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2)
+    first = tl.load(offsets + expert)
+    num_pairs = tl.load(offsets + expert + 1) - first
+    num_units = tl.maximum((num_pairs + UNIT_PAIRS - 1) // UNIT_PAIRS, 1)
+    place = (begin - first) // UNIT_PAIRS * num_tiles + program % num_tiles  # among the programs of the expert
+    skipped = place % num_units * UNIT_PAIRS
+    count = tl.where(count > 0, tl.minimum(num_pairs - skipped, UNIT_PAIRS), 0)
+    return expert, first + skipped, count, place // num_units
 
 
 @triton.jit

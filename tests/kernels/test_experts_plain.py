@@ -14,6 +14,7 @@ from batchspec.kernels.moe.experts_plain import (
     experts_plain_up_reference,
 )
 from batchspec.kernels.moe.gate import GEGLU, SQUARED_RELU, SWIGLU, Gate
+from batchspec.kernels.moe.route import lists_reference
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import MXFP4_PAIRS, ExpertTile, candidates, expert_tile, fits, unit_pairs_of
 from batchspec.kernels.moe.units import max_units
@@ -31,8 +32,8 @@ CLAMPED = Gate(limit=0.5)
         (SWIGLU, SPREADS[0], SMALL, torch.bfloat16),
         (CLAMPED, SPREADS[0], SMALL._replace(tma=False), torch.float32),
         (SWIGLU, SPREADS[1], SMALL._replace(tma=False), torch.bfloat16),
-        (CLAMPED, SPREADS[1], ExpertTile(32, 32, 16, 2, 4, True, 1), torch.float32),
-        (SWIGLU, SPREADS[2], ExpertTile(32, 32, 16, 2, 4, True, 2), torch.float32),
+        (CLAMPED, SPREADS[1], ExpertTile(32, 32, 16, 2, 4), torch.float32),
+        (SWIGLU, SPREADS[2], ExpertTile(32, 32, 16, 2, 4, low=32), torch.float32),
         (CLAMPED, SPREADS[2], SMALL, torch.bfloat16),
         (GEGLU, SPREADS[1], SMALL, torch.float32),
         (SQUARED_RELU, SPREADS[0], SMALL._replace(tma=False), torch.float32),
@@ -86,9 +87,7 @@ def test_a_token_alone_has_the_bits_of_a_token_among_many(device: torch.device) 
     x = noise(tokens, hidden, dtype=torch.float32, device=device)
     weight = noise(experts, 2 * width, hidden, dtype=torch.float32, device=device)
     many = routing_of(tokens, experts, 2, SPREADS[0], 32, device)
-    alone = routing_of(1, experts, 2, SPREADS[0], 16, device)
-    alone = alone._replace(expert_ids=many.expert_ids[:1], pairs=alone.pairs * 0 + many.expert_ids[0].argsort().int())
-    alone.units[:, 0] = many.expert_ids[0].sort().values
+    alone = lists_reference(many.expert_ids[:1], many.weights[:1], experts, 16)
     every, one = (
         experts_plain_up(sort_rows(x[:count], own, interpret=True), weight, None, own, tile=tile, interpret=True)
         for count, own, tile in ((tokens, many, SMALL._replace(block_t=32)), (1, alone, SMALL))

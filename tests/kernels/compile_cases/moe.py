@@ -69,7 +69,7 @@ for _dtype, _gated, _limit, _low, _t, _n, _k, _warps, _by_token in (
          **_gathered(_dtype, _low, _t) if _by_token else _tokens_of(_dtype, _low, _t, _k, _tma),
          w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr, bias=_ptr if _gated else None, out=_ptr, n=I32, k=I32,
          SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=(0.0 if _low == 32 else 1.702) if _gated else None, LOW=_low,
-         BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8, TMA=_tma, EVEN_K=_tma, TOP_K=8 * _by_token, INTERPRETED=False)
+         BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, TMA=_tma, EVEN_K=_tma, TOP_K=8 * _by_token, INTERPRETED=False)
 case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", k=I32, SLOTS=4, BLOCK=4096)
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):
     case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16", places=None if _one else PI32, out="*fp8e4nv",
@@ -86,7 +86,7 @@ for _blocked, _gated, _quantised, _low, _t, _n, _warps, _tma, _turned, _by_token
          w=f"tensordesc<fp8e4nv[{_half}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32, bias=None if _blocked else "*bf16",
          out="*fp8e4nv" if _quantised else "*bf16", out_scales=PF32 if _quantised else None, x_rows=I32, n=I32, k=I32,
          SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702 if _gated else None, BLOCKED=_blocked, TURNED=_turned,
-         LOW=_low, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)
+         LOW=_low, BLOCK_T=_t, BLOCK_N=_n, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)
 # (gated, lowest tile, pairs, warps, TMA)
 for _gated, _low, _t, _warps, _tma in (
     (True, 16, 64, 4, True), (False, 32, 96, 8, True), (True, 32, 96, 8, True), (True, 32, 128, 4, True),
@@ -97,7 +97,7 @@ for _gated, _low, _t, _warps, _tma in (
     case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", _warps,
          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=PI32, w_scales=PI32, bias="*bf16", out="*bf16", n=I32, k=I32,
          SCATTER=not _gated, GATED=_gated, LIMIT=7.0 if _gated else None, ALPHA=1.702, LOW=_low, BLOCK_T=_t, JOINED=_joined,
-         GROUP=8, THREADS=32 * _warps, FETCHED=3 if _t == 16 else 0, TMA=_tma, INTERPRETED=False)
+         THREADS=32 * _warps, FETCHED=3 if _t == 16 else 0, TMA=_tma, INTERPRETED=False)
 # (gated, lowest tile, pairs, rows of W, warps, TMA, group, zero points); the first four are those of the rule for Qwen3-30B-A3B.
 # Groups of 16: NVFP4.
 for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
@@ -113,7 +113,7 @@ for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
          shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _zeros else None,
          out="*bf16", n=I32, k=I32, SCATTER=not _gated, GATED=_gated, LIMIT=7.0 if _gated and _zeros else None,
          ALPHA=1.702 if _gated else None, GROUP=_group, TWO=_n >= (16 if _gated else 32) * _warps, LOW=_low, BLOCK_T=_t,
-         JOINED=_joined, BLOCK_N=_n, UNITS=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)
+         JOINED=_joined, BLOCK_N=_n, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)
 
 # Experts without gates: the first product is stored in the order of the list, and relu(x)^2 of it.
 for _kernel in ("experts_plain_kernel bf16", "experts_fp8_kernel", "experts_four_bit_kernel"):
