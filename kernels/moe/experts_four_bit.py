@@ -80,7 +80,7 @@ def multiply(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def experts_four_bit_kernel(
-    x16, x32, x64, x128, x256, w, scales, shifts, row_scales, bias, pairs, units, offsets, out, num_rows, n, k, num_groups,
+    x16, x32, x64, x128, x256, w, scales, shifts, row_scales, bias, pairs, units, out, num_rows, n, k, num_groups,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -90,7 +90,7 @@ def experts_four_bit_kernel(
     num_groups: of a row. JOINED: units of up to 48, 80 and 96 pairs run as 32 + 16, 64 + 16 and 64 + 32.
     """
     await_earlier(PDL)
-    expert, begin, count, tile = program_place(units, offsets, tl.cdiv(n, BLOCK_N), BLOCK_T)
+    expert, begin, count, tile = program_place(units, tl.cdiv(n, BLOCK_N), BLOCK_T)
     first = tile * BLOCK_N
     blocks = ((x16, None), (x32, None), (x32, x16), (x64, None), (x64, x16), (x64, x32), (x128, None), (x256, None))
     for step in tl.static_range(8):  # unrolled
@@ -174,8 +174,8 @@ def launch(
     start = partial(experts_four_bit_kernel.warmup, grid=grid) if compile_only else experts_four_bit_kernel[grid]
     start(
         *blocks_of(x, tile, tma), words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words,
-        pairs_of(weight.scales), pairs_of(weight.shifts), weight.row_scales, bias, routing.pairs, routing.units,
-        routing.offsets, out, num_pairs, n, k, num_groups,
+        pairs_of(weight.scales), pairs_of(weight.shifts), weight.row_scales, bias, routing.pairs, routing.units, out,
+        num_pairs, n, k, num_groups,
         SCATTER=gate is None, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, GROUP=weight.group,
         TWO=in_two(tile.block_n, tile.warps, gated=gated), LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
         BLOCK_N=tile.block_n, TMA=tma, EVEN_K=k % BLOCK == 0, INTERPRETED=not x.is_cuda,

@@ -95,7 +95,7 @@ def multiply(
 
 @triton.jit(do_not_specialize=["x_rows", "num_rows"])
 def experts_fp8_kernel(
-    x16, x32, x64, x128, x256, x_scales, w, w_scales, bias, pairs, units, offsets, out, out_scales, x_rows, num_rows, n,
+    x16, x32, x64, x128, x256, x_scales, w, w_scales, bias, pairs, units, out, out_scales, x_rows, num_rows, n,
     k, scale_stride,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
     TURNED: tl.constexpr, LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -110,7 +110,7 @@ def experts_fp8_kernel(
     """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else tl.float8e4nv
     await_earlier(PDL)
-    expert, begin, count, tile = program_place(units, offsets, tl.cdiv(n, BLOCK_N), BLOCK_T)
+    expert, begin, count, tile = program_place(units, tl.cdiv(n, BLOCK_N), BLOCK_T)
     blocks = (x16, x32, x64, x128, x256)
     for step in tl.static_range(5):  # unrolled
         if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
@@ -223,7 +223,7 @@ def launch(
     start(
         *blocks_of(x.values, tile, tma and not by_token), x.scales,
         TensorDescriptor.from_tensor(flat, [half, GROUP]) if tma else flat,
-        weight.scales, bias, routing.pairs, routing.units, routing.offsets, out, out_scales, x_rows, num_rows, n, k,
+        weight.scales, bias, routing.pairs, routing.units, out, out_scales, x_rows, num_rows, n, k,
         int(weight.scales.dim() == 2), SCATTER=gate is None, GATED=gated,
         LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, BLOCKED=blocked, TURNED=tile.turned, LOW=tile.low,
         BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, TMA=tma, TOP_K=top_k, EVEN_K=k % GROUP == 0,

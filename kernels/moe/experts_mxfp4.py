@@ -111,7 +111,7 @@ def multiply(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def experts_mxfp4_kernel(
-    x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, offsets, out, num_rows, n, k,
+    x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, THREADS: tl.constexpr,
     FETCHED: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -124,7 +124,7 @@ def experts_mxfp4_kernel(
     JOINED: units of up to 48, 80 and 96 pairs run as 32 + 16, 64 + 16 and 64 + 32.
     """
     await_earlier(PDL)
-    expert, begin, count, tile = program_place(units, offsets, tl.cdiv(n, 64 if GATED else 128), BLOCK_T)
+    expert, begin, count, tile = program_place(units, tl.cdiv(n, 64 if GATED else 128), BLOCK_T)
     blocks = ((x16, None), (x32, None), (x32, x16), (x64, None), (x64, x16), (x64, x32), (x128, None), (x256, None))
     for step in tl.static_range(8):  # unrolled
         if (JOINED or MORE_ROWS[step] == 0) and HEIGHT_OF[step] >= LOW and HEIGHT_OF[step] <= BLOCK_T:
@@ -199,7 +199,7 @@ def launch(
     start = partial(experts_mxfp4_kernel.warmup, grid=grid) if compile_only else experts_mxfp4_kernel[grid]
     start(
         *blocks_of(x, tile, tma), weight.words.view(torch.int32), weight.scales.view(torch.int32), bias, routing.pairs,
-        routing.units, routing.offsets, out, num_pairs, n, k,
+        routing.units, out, num_pairs, n, k,
         SCATTER=not gated, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
         LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined, THREADS=32 * tile.warps, FETCHED=fetched,
         TMA=tma, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,

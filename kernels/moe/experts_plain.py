@@ -71,7 +71,7 @@ def multiply(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def experts_plain_kernel(
-    x16, x32, x64, x128, x256, w, bias, pairs, units, offsets, out, num_rows, n, k,
+    x16, x32, x64, x128, x256, w, bias, pairs, units, out, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -82,7 +82,7 @@ def experts_plain_kernel(
     """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else out.dtype.element_ty
     await_earlier(PDL)
-    expert, begin, count, tile = program_place(units, offsets, tl.cdiv(n, BLOCK_N), BLOCK_T)
+    expert, begin, count, tile = program_place(units, tl.cdiv(n, BLOCK_N), BLOCK_T)
     first = tile * BLOCK_N
     blocks = (x16, x32, x64, x128, x256)
     for step in tl.static_range(5):  # unrolled
@@ -153,7 +153,7 @@ def launch(
     start(
         *blocks_of(x, tile, tma and not by_token),
         TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k]) if tma else weight, bias,
-        routing.pairs, routing.units, routing.offsets, out, num_pairs, n, k,
+        routing.pairs, routing.units, out, num_pairs, n, k,
         SCATTER=gate is None, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
         LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma,
         EVEN_K=k % tile.block_k == 0, TOP_K=top_k, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,

@@ -224,9 +224,8 @@ def lists_reference(
     index = torch.arange(max_units(num_tokens, top_k, num_experts, unit_pairs), device=device)
     rank = torch.searchsorted(ends, index, right=True).clamp(max=num_experts - 1)
     expert = order[rank]
-    first = offsets[expert] + (index - ends[rank] + own_units[rank]) * unit_pairs
-    count = (offsets[expert + 1] - first).clamp(max=unit_pairs)
-    units = torch.stack((expert, first, count, torch.zeros_like(index)), 1) * (index < ends[-1])[:, None]
+    of_expert = index - ends[rank] + own_units[rank]
+    units = torch.stack((expert, offsets[expert], counts[expert], of_expert), 1) * (index < ends[-1])[:, None]
     pairs = by_expert.indices
     return Routing(expert_ids.int(), weights, pairs.int(), pairs.argsort().int(), offsets, units.int(), unit_pairs)
 

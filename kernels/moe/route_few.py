@@ -43,9 +43,9 @@ def write_lists(
     unit = tl.sum(((key[:, None] < key[None, :]) & begins[:, None]).to(tl.int32), 0)
     at = out_units + unit * 4
     tl.store(at, expert, mask=begins)
-    tl.store(at + 1, place, mask=begins)
-    tl.store(at + 2, tl.minimum(count - rank, UNIT_PAIRS), mask=begins)
-    tl.store(at + 3, tl.zeros([PAIRS], tl.int32), mask=begins)
+    tl.store(at + 1, place - rank, mask=begins)
+    tl.store(at + 2, count, mask=begins)
+    tl.store(at + 3, rank // UNIT_PAIRS, mask=begins)
     for base in range(tl.sum(begins.to(tl.int32), 0) * 4, num_units * 4, PAIRS):
         rest = base + tl.arange(0, PAIRS)
         tl.store(out_units + rest, tl.zeros([PAIRS], tl.int32), mask=rest < num_units * 4)

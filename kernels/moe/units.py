@@ -22,7 +22,8 @@ from torch import Tensor
 from batchspec.kernels.common.checks import check
 
 FIELDS = 4
-"""Numbers that describe a unit: expert, index of its first pair in `pairs`, number of pairs (0: nothing to do), 0."""
+"""Numbers that describe a unit: its expert; of the expert, the index of the first pair in `pairs` and the number of pairs (0:
+nothing to do); and the unit's index among those of the expert."""
 SIZE_STEP = tl.constexpr(16)
 """Units whose numbers of pairs fall into the same step of this size count as equally large."""
 
@@ -42,8 +43,8 @@ class Routing(NamedTuple):
     offsets: Tensor
     """int32 [E + 1]: the pairs of expert e are pairs[offsets[e]:offsets[e + 1]]; offsets[E]: all that have experts"""
     units: Tensor
-    """int32 [max_units, 4]: experts by id, or largest first (see `route`); the units of an expert side by side, by first pair;
-    units without pairs come last"""
+    """int32 [max_units, 4], see `FIELDS`: experts by id, or largest first (see `route`); the units of an expert side by side, by
+    index; units without pairs come last"""
     unit_pairs: int
     """Maximum number of pairs of a unit."""
     rows: Tensor | None = None
@@ -65,7 +66,7 @@ def check_routing(kernel: str, routing: Routing, num_tokens: int, num_experts: i
 
 
 @triton.jit
-def program_place(units, offsets, num_tiles, UNIT_PAIRS: tl.constexpr):
+def program_place(units, num_tiles, UNIT_PAIRS: tl.constexpr):
     """This program's expert, the first of its unit's pairs in the list and their number, and its tile of rows of W.
 
     Experts follow each other in the order of their units. The programs of an expert run tile by tile; for a tile, unit by unit.
@@ -73,14 +74,11 @@ def program_place(units, offsets, num_tiles, UNIT_PAIRS: tl.constexpr):
     """
     program = tl.program_id(0)
     unit = units + program // num_tiles * 4
-    expert, begin, count = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2)
-    first = tl.load(offsets + expert)
-    num_pairs = tl.load(offsets + expert + 1) - first
+    expert, first, num_pairs, index = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
     num_units = tl.maximum((num_pairs + UNIT_PAIRS - 1) // UNIT_PAIRS, 1)
-    place = (begin - first) // UNIT_PAIRS * num_tiles + program % num_tiles  # among the programs of the expert
+    place = index * num_tiles + program % num_tiles  # among the programs of the expert
     skipped = place % num_units * UNIT_PAIRS
-    count = tl.where(count > 0, tl.minimum(num_pairs - skipped, UNIT_PAIRS), 0)
-    return expert, first + skipped, count, place // num_units
+    return expert, first + skipped, tl.minimum(num_pairs - skipped, UNIT_PAIRS), place // num_units
 
 
 @triton.jit
@@ -104,9 +102,9 @@ def write_units(
         at = out_units + (begin + index) * 4
         exists = index < units
         tl.store(at, lane, mask=exists)
-        tl.store(at + 1, first + index * UNIT_PAIRS, mask=exists)
-        tl.store(at + 2, tl.minimum(counts - index * UNIT_PAIRS, UNIT_PAIRS), mask=exists)
-        tl.store(at + 3, tl.zeros([LANES], tl.int32), mask=exists)
+        tl.store(at + 1, first, mask=exists)
+        tl.store(at + 2, counts, mask=exists)
+        tl.store(at + 3, tl.zeros([LANES], tl.int32) + index, mask=exists)
     for base in range(tl.sum(units, 0) * 4, num_units * 4, LANES):
         tl.store(out_units + base + lane, tl.zeros([LANES], tl.int32), mask=base + lane < num_units * 4)
     return first

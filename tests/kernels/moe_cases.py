@@ -23,6 +23,15 @@ def routing_of(tokens: int, experts: int, top_k: int, spread: str, unit_pairs: i
     return lists_reference(ids.int().contiguous().to(device), torch.rand(tokens, top_k, device=device), experts, unit_pairs)
 
 
+def pairs_of_units(routing: Routing) -> list[tuple[int, int, int]]:
+    """Of each unit that has pairs its expert, the first of its pairs in the list, and their number."""
+    size = routing.unit_pairs
+    return [
+        (expert, first + index * size, min(num_pairs - index * size, size))
+        for expert, first, num_pairs, index in routing.units.tolist() if num_pairs
+    ]
+
+
 def mxfp4_tile(tile: ExpertTile, *, gated: bool) -> ExpertTile:
     """This tile with the rows of W that MXFP4 weights have."""
     return tile._replace(block_n=mxfp4_rows(gated=gated))

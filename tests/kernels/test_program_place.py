@@ -9,14 +9,14 @@ import triton.language as tl
 
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.kernels.moe.units import program_place
-from tests.kernels.moe_cases import SPREADS, routing_of
+from tests.kernels.moe_cases import SPREADS, pairs_of_units, routing_of
 
 TILES = 3
 
 
 @triton.jit
-def places_kernel(units, offsets, out, num_tiles, UNIT_PAIRS: tl.constexpr):
-    expert, begin, count, tile = program_place(units, offsets, num_tiles, UNIT_PAIRS)
+def places_kernel(units, out, num_tiles, UNIT_PAIRS: tl.constexpr):
+    expert, begin, count, tile = program_place(units, num_tiles, UNIT_PAIRS)
     at = out + tl.program_id(0) * 4
     tl.store(at, expert)
     tl.store(at + 1, begin)
@@ -34,9 +34,9 @@ def test_an_expert_s_programs_run_tile_by_tile_and_for_a_tile_unit_by_unit(
     chosen = routing_of(50, 5, 2, spread, 16, device)
     routing = lists_reference(chosen.expert_ids, chosen.weights, 5, 16, largest_first=largest_first)
     out = torch.full((len(routing.units) * TILES, 4), -1, dtype=torch.int32, device=device)
-    places_kernel[(len(out),)](routing.units, routing.offsets, out, TILES, UNIT_PAIRS=16)
-    units = [unit[:3] for unit in routing.units.tolist() if unit[2]]
-    experts = list(dict.fromkeys(unit[0] for unit in units))
+    places_kernel[(len(out),)](routing.units, out, TILES, UNIT_PAIRS=16)
+    units = pairs_of_units(routing)
+    experts = list(dict.fromkeys(expert for expert, _, _ in units))
     wanted = [[*unit, tile] for expert in experts for tile in range(TILES) for unit in units if unit[0] == expert]
     found = out.tolist()
     assert found[: len(wanted)] == wanted

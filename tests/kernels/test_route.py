@@ -15,6 +15,7 @@ from batchspec.kernels.moe.route import Scoring, route, route_reference
 from batchspec.kernels.moe.route_few import FEW_TOKENS
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.units import SIZE_STEP, Routing, max_units
+from tests.kernels.moe_cases import pairs_of_units
 
 
 def assert_same_lists(found: Routing, wanted: Routing) -> None:
@@ -169,9 +170,9 @@ def test_experts_with_the_largest_units_come_first(
     found = route(logits, 4, largest_first=True, interpret=interpret, **how)
     by_expert = route_reference(logits, 4, **how).units.tolist()
     real = [tuple(unit) for unit in by_expert if unit[2]]
-    sizes = {expert: -(-count // 16) for expert, _, count, _ in reversed(real)}  # of an expert's first unit, its largest
+    sizes = {expert: -(-min(count, unit_pairs) // 16) for expert, _, count, _ in real}  # of an expert's largest unit
     assert len(set(sizes.values())) > 1 or unit_pairs == 16 or tokens == 16
-    wanted = sorted(real, key=lambda unit: (-sizes[unit[0]], unit[0], unit[1]))
+    wanted = sorted(real, key=lambda unit: (-sizes[unit[0]], unit[0], unit[3]))
     assert found.units.tolist() == [list(unit) for unit in wanted] + [[0, 0, 0, 0]] * (len(by_expert) - len(real))
 
 
@@ -271,8 +272,8 @@ def assert_lists_hold_every_pair_once(routing: Routing, tokens: int, experts: in
     flat = routing.expert_ids.flatten()
     assert sorted(routing.pairs.tolist()) == list(range(tokens * top_k))
     seen: list[int] = []
-    for expert, first, count, _ in routing.units.tolist():
-        assert 0 <= count <= routing.unit_pairs
+    for expert, first, count in pairs_of_units(routing):
+        assert 0 < count <= routing.unit_pairs
         own: Tensor = routing.pairs[first : first + count]
         assert (flat[own.long()] == expert).all()
         seen += own.tolist()
@@ -306,7 +307,7 @@ def test_an_expert_of_few_tokens_may_have_several_units(interpret: bool, device:
     logits = torch.zeros(13, 9, device=device)
     found = route(logits, 2, norm_topk=True, unit_pairs=4, interpret=interpret)
     assert_same(found, route_reference(logits, 2, norm_topk=True, unit_pairs=4))
-    assert found.units[:8, 2].tolist() == [4, 4, 4, 1] * 2
+    assert [count for _, _, count in pairs_of_units(found)] == [4, 4, 4, 1] * 2
 
 
 def test_no_token_has_no_pair(interpret: bool, device: torch.device) -> None:
@@ -380,7 +381,7 @@ def test_dead_tokens_go_through_no_expert(
     assert (found.expert_ids[~live] == experts).all()
     assert (found.weights[~live] == 0).all()
     num_pairs = 3 * int(live.sum())
-    assert int(found.offsets[-1]) == num_pairs == int(found.units[:, 2].sum())
+    assert int(found.offsets[-1]) == num_pairs == sum(count for _, _, count in pairs_of_units(found))
     assert live[found.pairs[:num_pairs].long() // 3].all()
     assert not live[found.pairs[num_pairs:].long() // 3].any()
     assert int(num_read) == len(alone.expert_ids.unique()) < experts

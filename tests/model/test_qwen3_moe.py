@@ -85,7 +85,7 @@ def test_the_pairs_of_each_expert_are_listed_and_cut_into_units() -> None:
     routing = lists_reference(ids, torch.ones(4, 2), 7, 2)
     assert routing.pairs.tolist() == [1, 2, 3, 0, 4, 6, 5, 7]
     assert routing.offsets.tolist() == [0, 2, 3, 3, 6, 7, 8, 8]
-    used = [[0, 0, 2, 0], [1, 2, 1, 0], [3, 3, 2, 0], [3, 5, 1, 0], [4, 6, 1, 0], [5, 7, 1, 0]]
+    used = [[0, 0, 2, 0], [1, 2, 1, 0], [3, 3, 3, 0], [3, 3, 3, 1], [4, 6, 1, 0], [5, 7, 1, 0]]  # expert 3 has two units
     assert routing.units.tolist() == used + [[0, 0, 0, 0]] * 5
     indices = (routing.expert_ids, routing.pairs, routing.offsets, routing.units)
     assert {tensor.dtype for tensor in indices} == {torch.int32}

@@ -20,10 +20,9 @@ USUAL |= dict.fromkeys(
 USUAL |= dict.fromkeys(
     (
         "accepted_len", "classes", "cu_seqlens_q", "draft_ids", "draft_len", "expert_ids", "kv_len", "limit", "live", "log",
-        "match_len", "offsets", "order", "out_counts", "out_cu_seqlens_q", "out_draft_len", "out_ids", "out_kv_len",
-        "out_offsets", "out_pairs", "out_places", "out_row_ids", "out_units", "page_table", "pairs", "parents", "prompt_len",
-        "row_ids", "row_parts", "settings", "starts", "states", "symbols", "tables", "target_ids", "tiles", "tokens", "top_ids",
-        "units",
+        "match_len", "order", "out_counts", "out_cu_seqlens_q", "out_draft_len", "out_ids", "out_kv_len", "out_offsets",
+        "out_pairs", "out_places", "out_row_ids", "out_units", "page_table", "pairs", "parents", "prompt_len", "row_ids",
+        "row_parts", "settings", "starts", "states", "symbols", "tables", "target_ids", "tiles", "tokens", "top_ids", "units",
     ),
     PI32,
 )
