@@ -150,12 +150,12 @@ def largest_units_first(unit_pairs: int, dtype: torch.dtype) -> bool:
     return tiles.largest_first(unit_pairs, dtype)
 
 
-def gathers_rows(unit_pairs: int, dtype: torch.dtype) -> bool:
+def gathers_rows(unit_pairs: int, dtype: torch.dtype, *, gated: bool) -> bool:
     """Whether the first product of experts gathers its rows by token instead of reading them sorted by expert. Changes no bit.
 
     dtype  of the weights
     """
-    return tiles.gathers(unit_pairs, dtype)
+    return tiles.gathers(unit_pairs, dtype, gated=gated)
 
 
 def attention_shape(

@@ -83,14 +83,17 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     return min(128, pairs)
 
 
-def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
+def gathers(unit_pairs: int, dtype: torch.dtype, *, gated: bool) -> bool:
     """Whether a layer's first product, with weights of this dtype, takes less time if its programs gather the rows of x by token.
 
-    In that case no launch sorts the rows by expert. Measured on one H200 (2026-11-22), a layer of Qwen3-30B-A3B without
-    attention: bf16 400 instead of 404 us at 256 tokens and 434 instead of 439 at 512, FP8 268.5 instead of 271.4 at 256. If
-    registers are full, gathering takes longer: FP8 with 64 pairs 312.5 instead of 310.8, MXFP4 (gpt-oss-20b) 328 instead of 300.
+    In that case no launch sorts the rows by expert. Measured on an H200, us, gathered / sorted and the launch that sorts:
+    Qwen3-30B-A3B with 512 tokens bf16 203.7 / 205.7, Qwen3.5-35B-A3B with 1,024 bf16 269 / 276 (2026-12-01); FP8, a layer without
+    attention, with 256 tokens 268.5 / 271.4 (2026-11-22). If registers are full, gathering takes longer: FP8 with units of 64
+    pairs 312.5 / 310.8, MXFP4 (gpt-oss-20b) 328 / 300. A product without a gate has more rows of x to load for its tile:
+    Nemotron 3 Nano in bf16 313.0 / 313.7 with 512 tokens, 336.8 / 322 with 768, 340.6 / 329.4 with 1,024 (2026-12-01).
     """
-    return unit_pairs <= GATHERED_PAIRS.get(dtype, 0)
+    most = GATHERED_PAIRS.get(dtype, 0)
+    return unit_pairs <= (most if gated else min(most, UNGATED_PAIRS))
 
 
 def largest_first(unit_pairs: int, dtype: torch.dtype) -> bool:
@@ -111,8 +114,10 @@ MXFP4_PAIRS = (16, 32, 48, 64, 96, 128)
 """Numbers of pairs that units of MXFP4 products may have."""
 MXFP4_REGISTERS = {32: 128, 64: 168}
 """The limit of registers of their tiles, by the number of pairs."""
-GATHERED_PAIRS = {torch.bfloat16: 32, torch.float32: 32, torch.float8_e4m3fn: 32}
+GATHERED_PAIRS = {torch.bfloat16: 64, torch.float32: 64, torch.float8_e4m3fn: 32}
 """Maximum number of pairs of a unit at which programs gather rows, by dtype of the weights. Only tests use fp32."""
+UNGATED_PAIRS = 32
+"""The same without a gate, if it is less."""
 MANY_EXPERT_PAIRS = 256
 """Mean number of pairs per expert from which units of INT4 and NVFP4 products have 128 pairs."""
 MANY_FP8_PAIRS = 512

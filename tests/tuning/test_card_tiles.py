@@ -122,7 +122,8 @@ def test_passes_of_powers_of_two_and_of_these_sizes_take_every_kernel_of_experts
         pairs = policy.expert_unit_pairs(tokens, top_k, experts, dtype)
         units = max_units(tokens, top_k, experts, pairs)
         tiles = [policy.expert_tile(pairs, units, GPU, gated=gated, dtype=dtype) for gated in (True, False)]
-        return pairs, *tiles, policy.largest_units_first(pairs, dtype), policy.gathers_rows(pairs, dtype)
+        gathers = [policy.gathers_rows(pairs, dtype, gated=gated) for gated in (True, False)]
+        return pairs, *tiles, policy.largest_units_first(pairs, dtype), *gathers
 
     with assumed(card):
         sizes = {1 << power for power in range(13)} | set(policy.expert_pass_sizes(top_k, experts, dtype, most))

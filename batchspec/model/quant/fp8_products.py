@@ -220,7 +220,7 @@ class Fp8Experts(PlainExperts):
     def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor | Fp8Rows:
         if not self._fast:
             return self.plain_up(x, routing, gating)
-        by_token = gathers_rows(routing.unit_pairs, E4M3)
+        by_token = gathers_rows(routing.unit_pairs, E4M3, gated=self._gated)
         rows = quantised(x, self._activations, self._input_scale, None if by_token else routing)
         tile, gate, interpret = tile_of(routing, gated=self._gated, dtype=E4M3), gate_of(gating), not x.is_cuda
         if quantise and tile.block_n == BLOCK and (self._gated or not tile.turned):

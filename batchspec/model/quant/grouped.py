@@ -69,8 +69,9 @@ class GroupedLinear(PlainExperts):
     def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
         if not self._fast:
             return self.plain_up(x, routing, gating)
-        interpret, tile = not x.is_cuda, tile_of(routing, gated=gating != "relu2", dtype=x.dtype)
-        by_token = routing.rows is None and gathers_rows(routing.unit_pairs, x.dtype) and x.is_contiguous()
+        interpret, gated = not x.is_cuda, gating != "relu2"
+        tile = tile_of(routing, gated=gated, dtype=x.dtype)
+        by_token = routing.rows is None and gathers_rows(routing.unit_pairs, x.dtype, gated=gated) and x.is_contiguous()
         rows = x if by_token else rows_in_order(x, routing)
         return experts_plain_up(
             rows, self._weight, self._bias, routing, tile=tile, gate=gate_of(gating), by_token=by_token, interpret=interpret
