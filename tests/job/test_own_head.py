@@ -280,6 +280,21 @@ def test_a_head_that_does_not_pay_is_not_used_now_or_later(
     assert drafters(tmp_path / "first") | drafters(tmp_path / "second") == {"lookup"}
 
 
+def test_rows_that_are_sampled_try_a_head_whose_acceptance_was_measured_without_their_noise(
+    lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch
+) -> None:
+    sampled = "decode.temperature=1"
+    assert run.main(words(lab, tmp_path / "plain", "draft=none", sampled)) == 0
+    pays.setattr(forecast.Prospect, "pays", property(lambda self: self.accepted >= 1.0))
+    assert run.main(trained(lab, tmp_path / "out", tmp_path / "heads", sampled)) == 0
+    record = record_in(tmp_path / "heads")
+    assert record.accepted < 1.0
+    assert drafters(tmp_path / "out") == {"lookup", "eagle3"}
+    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "plain")
+    job = open_job(compose(trained(lab, tmp_path / "out", tmp_path / "heads", sampled)))
+    assert forecast.accepted_by_rounds(job, 2.5, 3) == 2.5, "what was measured is a lower bound"
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_head_that_is_damaged_is_not_used(lab: Path, tmp_path: Path, pays: pytest.MonkeyPatch, name: str) -> None:
     heads = tmp_path / "heads"

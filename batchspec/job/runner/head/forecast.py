@@ -39,6 +39,18 @@ class Prospect:
         return self.with_s < self.without_s
 
 
+def accepted_by_rounds(job: Job, held_out: float, draft_len: int) -> float:
+    """Drafts of a row that rounds with `draft_len` are taken to accept, from those of answers that were held out.
+
+    They were counted with the likeliest drafts (`heads/evaluate.py`). Rows that are sampled draw their drafts with the noise of
+    the target's draw, which are accepted more often, by an unknown factor: then it is at least what is assumed of any head, and
+    a head whose rounds accept less is let go once it has lost time.
+    """
+    if job.config.decode.temperature == 0:
+        return held_out
+    return max(held_out, accepted_of_few(ASSUMED_ACCEPTED, draft_len))
+
+
 def with_own_head(job: Job, path: str | None) -> Job:
     """The job that drafts with the head at `path`; None: with one of the usual shape, for forecasts. Raises as `open_chosen`."""
     config = with_head(job.config, path)

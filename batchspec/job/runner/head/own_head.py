@@ -28,7 +28,15 @@ from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.trained_head import Phase, TrainedHead
 from batchspec.job.runner.head import process
 from batchspec.job.runner.head.abandoned import drop_abandoned
-from batchspec.job.runner.head.forecast import RELOAD_S, Prospect, batches_of, prospect, training_s, with_own_head
+from batchspec.job.runner.head.forecast import (
+    RELOAD_S,
+    Prospect,
+    accepted_by_rounds,
+    batches_of,
+    prospect,
+    training_s,
+    with_own_head,
+)
 from batchspec.job.runner.head.lost_time import LostTime, accepted_of
 from batchspec.job.runner.head.process import LONGEST, TakenOver, TrainingFailed, TrainingStopped, folder_of, settings
 from batchspec.job.runner.head.store import CLAIM, LOG, HeadRecord, stored_head
@@ -200,7 +208,8 @@ class OwnHead(Interlude):
             before = record.before
         self._before = before
         try:
-            found = self._prospect(before, record.accepted, cost_s=cost_s)
+            accepted = accepted_by_rounds(self._plain, record.accepted, record.draft_len)
+            found = self._prospect(before, accepted, cost_s=cost_s)
             job = with_own_head(self._plain, str(path))
         except (ConfigError, CheckpointError) as error:
             self._give_up(f"the head in {path} cannot be used: {error}")
