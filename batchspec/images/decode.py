@@ -38,8 +38,8 @@ def decode(source: bytes | PdfPage, fit: Fit) -> Rgb:
 
 
 def opaque(image: Image.Image) -> Image.Image:
-    """The image in mode RGB, transparency over white, or in mode L if all its pixels are grey, which gives the same numbers
-    sooner: a page of 1654 x 2339 pixels is resized in less than half of the time, and its bands are compared in a tenth of it.
+    """The image in mode RGB, transparency over white, or in mode L if all its pixels are grey. The numbers are the same. Of a
+    page of 1654 x 2339 pixels one band is resized in less than half of the time of three; comparing the bands takes an eighth.
 
     Grey of 16 bits keeps its upper 8, as Pillow reads colours of 16 bits; Pillow's own conversion makes everything above 255
     white. Raises BadImage for modes without a range.
@@ -67,7 +67,7 @@ def _in_one_band(image: Image.Image) -> Image.Image:
     for most photos."""
     difference = importlib.import_module("PIL.ImageChops").difference
     for own in (image.resize((16, 16), pillow().Resampling.NEAREST), image):
-        red, *others = own.split()
-        if any(difference(red, band).getbbox() for band in others):
+        red = own.getchannel(0)
+        if any(difference(red, own.getchannel(band)).getbbox() for band in (1, 2)):
             return image
     return red

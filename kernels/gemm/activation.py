@@ -75,7 +75,7 @@ def gelu_tanh_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) 
         _launch(gate_up, out, gelu=GELU_SLOPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_values"])
 def relu_squared_kernel(up, num_values, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr):
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = lane < num_values

@@ -23,7 +23,7 @@ from batchspec.kernels.common.fetch import fetch_to_l2
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 FEW_TILES = 256  # of 16 tokens and 16 experts; beyond, all warps sum one part after another
-ONE_WAVE = 132  # tiles that run at once on an H200
+ONE_WAVE = 128  # tiles that run at once on an H200, which has 132 multiprocessors
 PARTS = 8
 PART_K, PART_K_WIDE = 64, 32  # WIDE: for fp32 operands, whose two TF32 parts take more registers
 
@@ -46,8 +46,9 @@ def router_tile(num_tokens: int, num_experts: int, *, wide: bool) -> RouterTile:
 
     Measured on one (2026-12-01) with x and weight in bf16, 64 to 512 experts of 2,048 columns and 128 of 2,688, each with 256 to
     2,048 tokens: at most 12 % slower than the fastest of thirteen tiles. 128 experts of 2,688 columns, 1,024 tokens: 8.8 us with
-    32 experts a program, 15.9 with 64. 512 experts of 2,048 columns, 2,048 tokens: 21.8 us with three stages, of which three
-    programs share a multiprocessor, 30.3 with four.
+    32 experts a program, 15.9 with 64 and four stages. 512 experts of 2,048 columns, 2,048 tokens: 21.8 us with three stages,
+    because three programs share a multiprocessor, 30.3 with four. Limits are powers of two, so that each tile is also that of a
+    power of two of tokens: a rehearsal launches these.
     """
     tiles = triton.cdiv(num_tokens, 16) * triton.cdiv(num_experts, 16)
     if tiles <= FEW_TILES:

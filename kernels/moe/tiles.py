@@ -89,8 +89,8 @@ def gathers(unit_pairs: int, dtype: torch.dtype, *, gated: bool) -> bool:
     In that case no launch sorts the rows by expert. Measured on an H200, us, gathered / sorted and the launch that sorts:
     Qwen3-30B-A3B with 512 tokens bf16 203.7 / 205.7, Qwen3.5-35B-A3B with 1,024 bf16 269 / 276 (2026-12-01); FP8, a layer without
     attention, with 256 tokens 268.5 / 271.4 (2026-11-22). If registers are full, gathering takes longer: FP8 with units of 64
-    pairs 312.5 / 310.8, MXFP4 (gpt-oss-20b) 328 / 300. A product without a gate has more rows of x to load for its tile:
-    Nemotron 3 Nano in bf16 313.0 / 313.7 with 512 tokens, 336.8 / 322 with 768, 340.6 / 329.4 with 1,024 (2026-12-01).
+    pairs 312.5 / 310.8, MXFP4 (gpt-oss-20b) 328 / 300. So it does in units of 64 pairs without a gate: Nemotron 3 Nano in bf16
+    313.0 / 313.7 with 512 tokens, 336.8 / 322 with 768, 340.6 / 329.4 with 1,024 (2026-12-01).
     """
     most = GATHERED_PAIRS.get(dtype, 0)
     return unit_pairs <= (most if gated else min(most, UNGATED_PAIRS))

@@ -22,8 +22,8 @@ from torch import Tensor
 from batchspec.kernels.common.checks import check
 
 FIELDS = 4
-"""Numbers that describe a unit: its expert; of the expert, the index of the first pair in `pairs` and the number of pairs (0:
-nothing to do); and the unit's index among those of the expert."""
+"""Four numbers describe a unit: its expert, the place of the expert's first pair in `pairs`, the expert's number of pairs (0: the
+unit is empty), and which of the expert's units it is, from 0."""
 SIZE_STEP = tl.constexpr(16)
 """Units whose numbers of pairs fall into the same step of this size count as equally large."""
 
@@ -70,7 +70,8 @@ def program_place(units, num_tiles, UNIT_PAIRS: tl.constexpr):
     """This program's expert, the first of its unit's pairs in the list and their number, and its tile of rows of W.
 
     Experts follow each other in the order of their units. The programs of an expert run tile by tile; for a tile, unit by unit.
-    So neighbouring programs read the same rows of W, and an expert's tokens stay in the L2 cache until its last tile.
+    So neighbouring programs read the same rows of W, and an expert's tokens stay in the L2 cache, if they fit, until its last
+    tile.
     """
     program = tl.program_id(0)
     unit = units + program // num_tiles * 4

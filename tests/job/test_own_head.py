@@ -286,13 +286,24 @@ def test_rows_that_are_sampled_try_a_head_whose_acceptance_was_measured_without_
     sampled = "decode.temperature=1"
     assert run.main(words(lab, tmp_path / "plain", "draft=none", sampled)) == 0
     pays.setattr(forecast.Prospect, "pays", property(lambda self: self.accepted >= 1.0))
+    pays.setattr(forecast, "SAMPLED_FACTOR", 1e9)  # this head is poor
     assert run.main(trained(lab, tmp_path / "out", tmp_path / "heads", sampled)) == 0
-    record = record_in(tmp_path / "heads")
-    assert record.accepted < 1.0
+    assert 0.0 < record_in(tmp_path / "heads").accepted < 1.0
     assert drafters(tmp_path / "out") == {"lookup", "eagle3"}
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "plain")
-    job = open_job(compose(trained(lab, tmp_path / "out", tmp_path / "heads", sampled)))
-    assert forecast.accepted_by_rounds(job, 2.5, 3) == 2.5, "what was measured is a lower bound"
+
+
+def test_held_out_answers_say_too_little_of_a_head_for_rows_that_are_sampled(lab: Path, tmp_path: Path) -> None:
+    def found(temperature: float, held_out: float, draft_len: int = 3) -> float:
+        words = trained(lab, tmp_path / "out", tmp_path / "heads", f"decode.temperature={temperature}")
+        return forecast.accepted_by_rounds(open_job(compose(words)), held_out, draft_len)
+
+    assert found(0.0, 0.4) == found(1e-9, 0.4) == 0.4
+    assert found(1.0, 0.4) == pytest.approx(1.2)
+    assert found(1.0, 0.0) == 0.0, "a head that accepts nothing is not tried"
+    assert found(1.0, 1.0) == pytest.approx(forecast.ASSUMED_ACCEPTED, abs=0.01)
+    assert found(1.0, 2.5) == 2.5, "what was measured is a lower bound"
+    assert found(1.0, 0.5, 1) < 1.0
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -15,6 +15,7 @@ import torch
 
 from batchspec.kernels.attention.settings import config_of
 from batchspec.kernels.common.card import Card, assumed, card_of
+from batchspec.kernels.moe.router import router_tile
 from batchspec.kernels.moe.tiles import fits
 from batchspec.kernels.moe.units import max_units
 from batchspec.tuning import policy
@@ -107,6 +108,13 @@ def test_what_a_card_can_do_follows_from_its_compute_capability(
         assert policy.has_fast_fp8(GPU, BF16) == fp8
         assert card_of(GPU).has_tma == card_of(GPU).overlaps_launches == descriptors
         assert policy.has_same_bits_in_all_tiles(GPU) == same_bits
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_passes_of_powers_of_two_take_every_kernel_of_routers(wide: bool) -> None:
+    for experts in (*range(1, 130), 256, 257, 512, 513, 1024):  # with one more row, the gate of a shared expert
+        tiles = {router_tile(1 << power, experts, wide=wide) for power in range(15)}
+        assert {router_tile(tokens, experts, wide=wide) for tokens in range(1, 1 << 14, 16)} <= tiles, experts
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
