@@ -39,7 +39,8 @@ def decode(source: bytes | PdfPage, fit: Fit) -> Rgb:
 
 def opaque(image: Image.Image) -> Image.Image:
     """The image in mode RGB, transparency over white, or in mode L if all its pixels are grey. The numbers are the same. Of a
-    page of 1654 x 2339 pixels one band is resized in less than half of the time of three; comparing the bands takes an eighth.
+    page of 1654 x 2339 pixels one band is resized in less than half of the time of three; comparing the bands takes an eighth of
+    that time.
 
     Grey of 16 bits keeps its upper 8, as Pillow reads colours of 16 bits; Pillow's own conversion makes everything above 255
     white. Raises BadImage for modes without a range.

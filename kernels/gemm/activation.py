@@ -75,14 +75,19 @@ def gelu_tanh_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) 
         _launch(gate_up, out, gelu=GELU_SLOPE)
 
 
+@triton.jit
+def squared_relu(up):
+    """relu(up)^2. NaN stays NaN: it marks damaged weights."""
+    up = tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return up * up
+
+
 @triton.jit(do_not_specialize=["num_values"])
 def relu_squared_kernel(up, num_values, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr):
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = lane < num_values
     await_earlier(PDL)
-    positive = tl.load(up + lane, mask=exists, other=0.0).to(ACC)
-    positive = tl.where(positive < 0, 0.0, positive)  # NaN stays
-    tl.store(up + lane, positive * positive, mask=exists)
+    tl.store(up + lane, squared_relu(tl.load(up + lane, mask=exists, other=0.0).to(ACC)), mask=exists)
 
 
 def relu_squared_(up: Tensor, *, interpret: bool = False) -> Tensor:

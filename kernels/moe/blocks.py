@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batchspec.kernels.moe.gate import apply_gate, squared_relu
+from batchspec.kernels.gemm.activation import squared_relu
+from batchspec.kernels.moe.gate import apply_gate
 from batchspec.kernels.moe.tiles import HEIGHTS, JOINED, ExpertTile
 from batchspec.kernels.moe.units import Routing, check_routing
 

@@ -50,13 +50,6 @@ SWIGLU, GEGLU, SQUARED_RELU = Gate(), Gate(alpha=0.0), Gate(squared=True)
 
 
 @triton.jit
-def squared_relu(up):
-    """relu(up)^2 of an fp32 block. NaN stays NaN, as in `apply_gate`."""
-    up = tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return up * up
-
-
-@triton.jit
 def apply_gate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """`Gate` applied to two fp32 blocks of one shape. NaN stays NaN: it marks damaged weights."""
     if LIMIT is None:

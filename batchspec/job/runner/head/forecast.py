@@ -18,6 +18,8 @@ ASSUMED_ACCEPTED = 1.5
 tokens of answers of SmolLM2-135M accepted 2.16 of 3 on prompts of the same kind and 1.49 on others (jobs/pages/NOTEBOOK.md,
 "Drafters")."""
 SAMPLED_FACTOR = 3.0
+"""Drafts that rounds of sampled rows accept at most, relative to held-out answers. The one job that was measured, with a
+temperature of 1, accepted 0.86 in its rounds and 0.36 on held-out answers."""
 Batches = tuple[PackedBatch, PackedBatch]
 RELOAD_S = 120.0
 """Seconds that loading a model and capturing its rounds is assumed to take."""
@@ -45,10 +47,9 @@ def accepted_by_rounds(job: Job, held_out: float, draft_len: int) -> float:
     """Drafts of a row that rounds with `draft_len` are taken to accept, from those of answers that were held out.
 
     They were counted with the likeliest drafts (`heads/evaluate.py`). Rows that are sampled draw their drafts with the noise of
-    the target's draw, which are accepted more often. The one job that was measured, with temperature 1, accepted 0.86 in its
-    rounds and 0.36 on held-out answers. So for a job with a temperature (columns of its input are not looked at) it is
-    SAMPLED_FACTOR times as many, but no more than is assumed of any head. A head whose rounds accept less is let go once it has
-    lost time.
+    the target's draw, which are accepted more often. So for a job with a temperature (columns of its input are not looked at) it
+    is SAMPLED_FACTOR times as many, but no more than is assumed of any head. A head whose rounds accept less is let go once it
+    has lost time.
     """
     if job.config.decode.temperature < LEAST_TEMPERATURE:
         return held_out

@@ -208,8 +208,7 @@ class OwnHead(Interlude):
             before = record.before
         self._before = before
         try:
-            accepted = accepted_by_rounds(self._plain, record.accepted, record.draft_len)
-            found = self._prospect(before, accepted, cost_s=cost_s)
+            found = self._prospect(before, accepted_by_rounds(self._plain, record.accepted, record.draft_len), cost_s=cost_s)
             job = with_own_head(self._plain, str(path))
         except (ConfigError, CheckpointError) as error:
             self._give_up(f"the head in {path} cannot be used: {error}")
